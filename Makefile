@@ -1,0 +1,124 @@
+# Bookends: `make` builds, `make run` races, `make test` proves; `make help` lists the rest.
+# Nothing to configure: with nvcc and a GPU it builds for that GPU, otherwise for the CPU with the C++ compiler alone.
+
+KERNELS := encoder_forward
+PROGRAMS := $(basename $(notdir $(wildcard dev/test/*.cu)))
+HEADERS := $(wildcard *.h dev/*.h dev/lib/*.h)
+
+NVCC := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU')
+DEVICE ?= $(if $(and $(NVCC),$(GPU)),cuda,cpu)
+ifeq ($(filter cuda cpu,$(DEVICE)),)
+  $(error DEVICE=$(DEVICE): it is cuda or cpu)
+endif
+ifneq ($(filter-out address undefined,$(SANITIZE)),)
+  $(error SANITIZE=$(SANITIZE): it is address or undefined)
+endif
+
+BUILD ?= build/$(DEVICE)$(addprefix -,$(SANITIZE))
+COMMIT ?= $(or $(shell git describe --always --dirty --abbrev=12 2>/dev/null),unknown)
+WARNINGS := -Wall -Wextra
+
+ifeq ($(DEVICE),cuda)
+  # ARCHS="80 90" builds for those compute capabilities; by default for the GPU at hand. sm_90 is built as sm_90a, which
+  # is the same machine and allows its own instructions.
+  gencode = -gencode=arch=compute_$(1:90=90a),code=sm_$(1:90=90a)
+  ARCH_FLAGS := $(if $(ARCHS),$(foreach a,$(ARCHS),$(call gencode,$(a))),-arch=native)
+  COMPILE := $(or $(NVCC),nvcc) -std=c++17 -O3 -lineinfo $(ARCH_FLAGS) -Xcompiler=-fPIC $(addprefix -Xcompiler=,$(WARNINGS))
+  LINK := $(or $(NVCC),nvcc) $(ARCH_FLAGS)
+  SHARED := -shared
+  SOURCE :=
+  RUNTIME :=
+else
+  # The CPU device: the sources pass through a sed script into $(BUILD)/src and compile as C++ (see dev/cpu).
+  SANITIZERS := $(addprefix -fsanitize=,$(SANITIZE)) $(if $(SANITIZE),-fno-omit-frame-pointer -fno-sanitize-recover=all)
+  COMPILE := $(CXX) -std=c++17 -O2 -g1 -pthread -fPIC $(WARNINGS) -Wno-unknown-pragmas $(SANITIZERS) -Idev/cpu
+  LINK := $(CXX) -rdynamic -pthread $(SANITIZERS)
+  SHARED := -shared
+  SOURCE := $(BUILD)/src/
+  RUNTIME := $(BUILD)/device.o
+endif
+LIBS := -ldl
+
+# Python for the tests: the one at hand if it has what they need, else a virtual environment made here.
+PYTHON ?= python3
+TEST_PYTHON := $(shell $(PYTHON) -c 'import numpy, pytest' 2>/dev/null && echo $(PYTHON) || echo build/venv/bin/python)
+
+.PHONY: all run test lib programs profile sass clean help FORCE $(KERNELS)
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+all: $(KERNELS) ## every kernel's binary, for the device found (DEVICE=cpu|cuda, ARCHS="80 90", SANITIZE=address|undefined)
+
+help: ## this list
+	@sed -n 's/^\([A-Za-z$$()_]*\):[^#]*## /\1 /p' $(firstword $(MAKEFILE_LIST)) | sed 's/^$$(KERNELS)/KERNEL/' | \
+	    while read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+$(KERNELS): %: $(BUILD)/% ## one kernel's binary ($(KERNELS)); ./KERNEL is a link to the device last made
+	@ln -sf $< $@
+
+lib: $(BUILD)/libbookends.a $(BUILD)/libbookends.so ## libbookends.a and libbookends.so, with dev/lib/bookends.h
+	@ln -sf $^ .
+
+run: all ## the main job: every version of every kernel on real text, checked, timed and tabled
+	@for kernel in $(KERNELS); do \
+	    ./$$kernel all --tokens dev/data/primer.bin --json $(BUILD)/run.jsonl || exit; echo; done
+
+programs: $(PROGRAMS:%=$(BUILD)/test/%)
+
+test: all lib programs $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k layout" passes options to pytest
+	BOOKENDS_BUILD=$(BUILD) BOOKENDS_DEVICE=$(DEVICE) SANITIZE=$(SANITIZE) CXX="$(CXX)" \
+	    $(TEST_PYTHON) -m pytest -q dev/test $(TESTS)
+
+profile: all ## K=encoder_forward V=3: what Nsight Compute says of one launch (needs ncu)
+	ncu --set full -k regex:$(K)_kernel -c 1 --clock-control none ./$(K) $(V) --bench --repeat 1 --block-size 256
+
+sass: all ## K=encoder_forward: the machine code of its kernels (needs cuobjdump)
+	cuobjdump --dump-sass $(BUILD)/$(K)
+
+clean: ## removes everything that was built
+	rm -rf build $(KERNELS) libbookends.a libbookends.so
+
+# ---- rules ----
+
+# Written anew only when the text changes, so that what depends on it is rebuilt only then.
+write_if_changed = @mkdir -p $(@D); printf '%s\n' '$(1)' | cmp -s - $@ || printf '%s\n' '$(1)' > $@
+$(BUILD)/flags: FORCE
+	$(call write_if_changed,$(COMPILE))
+$(BUILD)/commit.cc: FORCE
+	$(call write_if_changed,extern "C" const char bookends_commit[] = "$(COMMIT)";)
+
+$(BUILD)/commit.o: $(BUILD)/commit.cc $(BUILD)/flags
+	$(COMPILE) -c $< -o $@
+
+$(BUILD)/device.o: dev/cpu/device.cc $(BUILD)/flags
+	$(COMPILE) -MMD -MP -c $< -o $@
+
+$(BUILD)/src/%: % dev/cpu/rewrite.sed
+	@mkdir -p $(@D)
+	@{ echo '#line 1 "$<"'; sed -f dev/cpu/rewrite.sed $<; } > $@
+
+$(BUILD)/%.o: $(SOURCE)%.cu $(BUILD)/flags | $(if $(SOURCE),$(HEADERS:%=$(SOURCE)%) $(KERNELS:%=$(SOURCE)%.cu))
+	@mkdir -p $(@D)
+	$(COMPILE) $(if $(SOURCE),-x c++) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+
+$(KERNELS:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/%.o $(BUILD)/commit.o $(RUNTIME)
+	$(LINK) $^ -o $@ $(LIBS)
+
+$(BUILD)/test/%: $(BUILD)/dev/test/%.o $(BUILD)/commit.o $(RUNTIME)
+	@mkdir -p $(@D)
+	$(LINK) $^ -o $@ $(LIBS)
+
+$(BUILD)/libbookends.a: $(BUILD)/dev/lib/bookends.o $(RUNTIME)
+	rm -f $@
+	$(AR) rcs $@ $^
+
+$(BUILD)/libbookends.so: $(BUILD)/dev/lib/bookends.o $(RUNTIME)
+	$(LINK) $(SHARED) $^ -o $@ $(LIBS)
+
+build/venv/bin/python: dev/test/requirements.txt
+	$(PYTHON) -m venv build/venv || { echo "make test: needs python3 with venv, or with numpy and pytest" >&2; exit 1; }
+	build/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+-include $(wildcard $(BUILD)/*.d $(BUILD)/dev/*/*.d)

@@ -1,0 +1,222 @@
+// What a kernel needs: copied along with it. The kernel files include this and nothing else of the project.
+//
+// Sources: Packed128 and its loads and stores follow the idea of llm.c's dev/cuda/common.h (one struct that makes the
+// compiler use 128-bit accesses whatever the element type).
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+constexpr int WARP_SIZE = 32;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// checks
+
+// Ends the program on a CUDA error. For programs (main, training loops); launchers and the library return the error.
+inline void cuda_check(cudaError_t error, const char *file, int line) {
+    if (error == cudaSuccess) return;
+    fprintf(stderr, "%s:%d: CUDA error: %s\n", file, line, cudaGetErrorString(error));
+    exit(EXIT_FAILURE);
+}
+#define cudaCheck(call) cuda_check((call), __FILE__, __LINE__)
+
+// ---------------------------------------------------------------------------------------------------------------------
+// arithmetic
+
+template <typename T>
+__host__ __device__ constexpr T ceil_div(T dividend, T divisor) {
+    return (dividend + divisor - 1) / divisor;
+}
+
+// The quiet NaN in each element type: what a position with a bad id gets.
+template <typename floatX>
+__device__ floatX quiet_nan() {
+    return (floatX)__int_as_float(0x7fffffff);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Packed: N neighbouring elements that travel in one load or store instruction
+
+// The address of a Packed must be a multiple of its size (1 to 16 bytes, a power of two).
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Packed {
+    static constexpr int size = N;
+    T payload[N];
+    __host__ __device__ T &operator[](int i) { return payload[i]; }
+    __host__ __device__ const T &operator[](int i) const { return payload[i]; }
+};
+
+// 16 bytes, the widest access of a thread: 4 floats, 8 halves or 8 bfloat16s. Kernels call it x128.
+template <typename T>
+using Packed128 = Packed<T, 16 / (int)sizeof(T)>;
+
+// The built-in type of as many bytes, which the cache-hinted intrinsics take.
+template <int bytes>
+struct Bits;
+template <>
+struct Bits<2> {
+    typedef unsigned short type;
+};
+template <>
+struct Bits<4> {
+    typedef unsigned int type;
+};
+template <>
+struct Bits<8> {
+    typedef uint2 type;
+};
+template <>
+struct Bits<16> {
+    typedef uint4 type;
+};
+
+template <typename P>
+__device__ typename Bits<sizeof(P)>::type to_bits(const P &value) {
+    typename Bits<sizeof(P)>::type bits;
+    memcpy(&bits, &value, sizeof(P));
+    return bits;
+}
+
+template <typename P>
+__device__ P from_bits(const typename Bits<sizeof(P)>::type &bits) {
+    P value;
+    memcpy(&value, &bits, sizeof(P));
+    return value;
+}
+
+// Loads: plain; read-only for the whole kernel, so that L1 may keep it (nc); streaming, read once (cs).
+template <typename P, typename T>
+__device__ P load_packed(const T *address) {
+    return from_bits<P>(*reinterpret_cast<const typename Bits<sizeof(P)>::type *>(address));
+}
+template <typename P, typename T>
+__device__ P load_packed_nc(const T *address) {
+    return from_bits<P>(__ldg(reinterpret_cast<const typename Bits<sizeof(P)>::type *>(address)));
+}
+template <typename P, typename T>
+__device__ P load_packed_cs(const T *address) {
+    return from_bits<P>(__ldcs(reinterpret_cast<const typename Bits<sizeof(P)>::type *>(address)));
+}
+
+// Stores: plain; streaming, first out of the caches (cs); kept in L2 only (cg).
+template <typename P, typename T>
+__device__ void store_packed(T *address, const P &value) {
+    *reinterpret_cast<typename Bits<sizeof(P)>::type *>(address) = to_bits(value);
+}
+template <typename P, typename T>
+__device__ void store_packed_cs(T *address, const P &value) {
+    __stcs(reinterpret_cast<typename Bits<sizeof(P)>::type *>(address), to_bits(value));
+}
+template <typename P, typename T>
+__device__ void store_packed_cg(T *address, const P &value) {
+    __stcg(reinterpret_cast<typename Bits<sizeof(P)>::type *>(address), to_bits(value));
+}
+
+// The same at 128 bits, under the names people know from llm.c.
+template <typename T>
+__device__ Packed128<T> load128(const T *address) {
+    return load_packed<Packed128<T>>(address);
+}
+template <typename T>
+__device__ Packed128<T> load128cs(const T *address) {
+    return load_packed_cs<Packed128<T>>(address);
+}
+template <typename T>
+__device__ void store128(T *address, Packed128<T> value) {
+    store_packed(address, value);
+}
+template <typename T>
+__device__ void store128cs(T *address, Packed128<T> value) {
+    store_packed_cs(address, value);
+}
+template <typename T>
+__device__ void store128cg(T *address, Packed128<T> value) {
+    store_packed_cg(address, value);
+}
+
+// The most elements (a power of two, at most max_elements) that one access may hold when rows of C elements start at
+// each of these pointers: what a launcher asks before it picks a vector width.
+template <typename T, typename... Pointers>
+int vector_width(int max_elements, long long C, const T *first, Pointers... rest) {
+    uintptr_t all = (uintptr_t)C * sizeof(T) | (uintptr_t)first;
+    ((all |= (uintptr_t)rest), ...);
+    int width = max_elements;
+    while (width > 1 && all % (width * sizeof(T)) != 0) width /= 2;
+    return width;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// reductions: every thread of the warp (or block) gets the result
+
+__device__ inline float warp_reduce_sum(float value) {
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
+__device__ inline float warp_reduce_max(float value) {
+    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) {
+        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    }
+    return value;
+}
+
+// Warps reduce by shuffles, then every warp reduces the warps' results. blockDim.x must be a multiple of 32, and all
+// threads must call. `identity` is 0 for a sum, -INFINITY for a maximum. May be called again at once: a barrier stands
+// at the end, so that the shared memory is free.
+template <float (*warp_reduce)(float)>
+__device__ float block_reduce(float value, float identity) {
+    __shared__ float partial[WARP_SIZE];
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    value = warp_reduce(value);
+    if (lane == 0) partial[warp] = value;
+    __syncthreads();
+    value = warp_reduce(lane < warps ? partial[lane] : identity);
+    __syncthreads();
+    return value;
+}
+__device__ inline float block_reduce_sum(float value) { return block_reduce<warp_reduce_sum>(value, 0.0f); }
+__device__ inline float block_reduce_max(float value) { return block_reduce<warp_reduce_max>(value, -INFINITY); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the status word: which position held the first bad token id
+
+// One 64-bit word in device memory, set to STATUS_OK by its owner (cudaMemset with 0xff bytes does it). A kernel that
+// meets an id outside 0..V-1 lowers it to that position (an index into the ids) if it is the smallest so far. Nobody
+// resets it in between, so one look after many launches is enough. As a signed number: -1, or the first bad position.
+typedef unsigned long long status_word;
+constexpr status_word STATUS_OK = ~0ull;
+
+__host__ __device__ inline bool id_in_range(int id, int V) { return (unsigned)id < (unsigned)V; }
+
+// status may be null: then nobody wants to know.
+__device__ inline void report_bad_id(status_word *status, long long position) {
+    if (status != nullptr) atomicMin(status, (status_word)position);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// versions of a kernel
+
+// One row of a kernel file's table: the number people type, a short name, the one idea it adds, the launcher, and the
+// block size that was fastest when it was last tuned (what the library launches with).
+template <typename Launcher>
+struct Version {
+    int number;
+    const char *name;
+    const char *idea;
+    Launcher launch;
+    int block_size;
+};
+
+// The row with that number; 0 asks for the last, the best known. Null if there is none.
+template <typename Launcher, size_t count>
+const Version<Launcher> *find_version(const Version<Launcher> (&table)[count], int number) {
+    for (const Version<Launcher> &row : table) {
+        if (row.number == number) return &row;
+    }
+    return number == 0 ? &table[count - 1] : nullptr;
+}

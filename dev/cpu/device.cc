@@ -1,0 +1,1148 @@
+// The CPU device: what cuda_runtime.h declares. From the bottom up: stacks to switch between, the threads of a block
+// and where they meet, the blocks of a grid over the OS threads, then errors, memory, streams and queries.
+
+#include "cuda_runtime.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cassert>
+#include <condition_variable>
+#include <cstdarg>
+#include <cstdlib>
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <sys/mman.h>
+#include <system_error>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#ifdef __has_feature
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1
+#endif
+#endif
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace cpu {
+
+constexpr int max_threads = 1024, max_warps = max_threads / 32;
+constexpr size_t shared_default = 48 << 10, shared_most = 227 << 10;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Contexts: where a stopped fiber goes on. switch_context saves the registers that a call must preserve on the stack,
+// stores the stack pointer in *from, and takes up `to`.
+
+#if (defined(__x86_64__) || defined(__aarch64__)) && !defined(BOOKENDS_UCONTEXT)
+using context = void *;
+
+extern "C" void cpu_switch_context(context *from, context to) __asm__("bookends_cpu_switch_context");
+
+#ifdef __x86_64__
+__asm__(R"(
+    .text
+    .globl bookends_cpu_switch_context
+bookends_cpu_switch_context:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    popq %rcx
+    jmpq *%rcx
+)");
+constexpr int saved_words = 8, entry_word = 6; // six registers, the address to go on at, and none to return to
+#else
+__asm__(R"(
+    .text
+    .globl bookends_cpu_switch_context
+    .p2align 2
+bookends_cpu_switch_context:
+    sub sp, sp, #160
+    stp x19, x20, [sp, #0]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp, #0]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+)");
+constexpr int saved_words = 20, entry_word = 11; // x30 is where ret goes
+#endif
+
+static void start_context(context *c, char *, char *top, void (*entry)()) {
+    void **frame = (void **)top - saved_words;
+    std::fill(frame, frame + saved_words, nullptr);
+    frame[entry_word] = (void *)entry;
+    *c = frame;
+}
+static void switch_context(context *from, context *to) { cpu_switch_context(from, *to); }
+#else
+} // namespace cpu
+#include <ucontext.h>
+namespace cpu {
+using context = ucontext_t;
+
+static void start_context(context *c, char *low, char *top, void (*entry)()) {
+    getcontext(c);
+    c->uc_stack.ss_sp = low;
+    c->uc_stack.ss_size = (size_t)(top - low);
+    c->uc_link = nullptr;
+    makecontext(c, entry, 0);
+}
+static void switch_context(context *from, context *to) { swapcontext(from, to); }
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The state of an OS thread that runs blocks.
+
+// A stack, and where the code on it stopped. The first words of the stack, its low end, are the canary.
+struct fiber {
+    context stopped;
+    char *stack;
+    size_t stack_bytes;
+    fiber *next_free;
+    void *fake_stack; // AddressSanitizer's
+};
+
+// A CUDA thread that waits: the fiber it waits on, and for a warp operation what it brings and then what it gets.
+struct waiting {
+    fiber *on;
+    unsigned long long value;
+    int source;
+};
+
+// The lanes of a warp that have arrived at one operation.
+struct meeting {
+    op what;
+    unsigned mask, lanes;
+};
+
+// A grid being run.
+struct job {
+    const void *kernel;
+    const std::function<void()> *body;
+    dim3 grid, block;
+    size_t shared;
+    unsigned long long blocks;
+    std::atomic<unsigned long long> next_block{0};
+    std::atomic<bool> failed{false};
+    std::string message; // written by whoever set `failed`
+};
+
+// An odd number of pages, so that one stack's hot end and the next one's don't compete for the same cache sets.
+#ifdef __SANITIZE_ADDRESS__
+constexpr size_t stack_bytes = 65 * 4096;
+#else
+constexpr size_t stack_bytes = 17 * 4096;
+#endif
+constexpr int stacks_per_chunk = 32;
+constexpr uint64_t canary = 0x5afe57ac5afe57acu;
+
+struct worker {
+    fiber home{};           // the OS thread's own stack
+    fiber *current = &home; // the stack that runs now
+    fiber *free = nullptr;  // fibers that run no thread; each stopped in, or before, run_threads
+    std::vector<std::unique_ptr<fiber>> fibers;
+    std::vector<char *> chunks;
+    char *shared = nullptr;
+    size_t shared_bytes = 0;
+
+    job *grid = nullptr;
+    bool abandoned = false;     // the block was given up, with threads left on their fibers
+    int threads = 0;            // of the block; those below `started` have been started, `live` have not returned
+    int started = 0, live = 0;
+    bool start_first = false;   // the next to run is a thread not started yet, not one that is ready
+    uint3 next_index{};         // threadIdx of the next thread to start
+    std::vector<void *> poisoned; // the block's __shared__ variables that have been filled already
+
+    unsigned short ready[max_threads]; // a ring of the threads that waited and may go on
+    unsigned ready_head = 0, ready_count = 0;
+
+    op barrier_op{};
+    int barrier_arrived = 0, barrier_votes = 0, barrier_result = 0;
+
+    unsigned gone[max_warps];   // the lanes that have returned or never were
+    int meetings[max_warps];    // how many of the warp's `meeting`s are open
+    meeting meeting_of[max_warps][32];
+    waiting waits[max_threads];
+
+    ~worker() {
+        for (char *chunk : chunks) munmap(chunk, stacks_per_chunk * stack_bytes);
+        ::free(shared);
+    }
+};
+
+static thread_local worker *self = nullptr; // set while this OS thread runs blocks
+
+static const char *const op_names[] = {
+    "__syncthreads", "__syncthreads_count", "__syncthreads_and", "__syncthreads_or", "__syncwarp",
+    "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync",
+    "__ballot_sync", "__any_sync", "__all_sync", "__match_any_sync",
+    "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_min_sync", "__reduce_max_sync",
+    "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync"};
+static const char *name_of(op what) { return op_names[(int)what]; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Fibers.
+
+static void run_threads();
+
+static std::string kernel_name(const void *kernel) {
+    char address[32];
+    snprintf(address, sizeof address, "at %p", kernel);
+    Dl_info info;
+    if (!dladdr(kernel, &info) || !info.dli_sname || info.dli_saddr != kernel) return address; // static, or no -rdynamic
+    int status;
+    std::unique_ptr<char, void (*)(void *)> words(abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status), free);
+    std::string name = words ? words.get() : info.dli_sname;
+    return name.compare(0, 5, "void ") == 0 ? name.substr(5) : name; // templates come with their return type
+}
+
+// Stops the program if a thread has left its stack: memory that is not its own has been written, so nothing is safe.
+static inline void check_stack(worker &w) {
+    const fiber &f = *w.current;
+    if (&f == &w.home) return;
+    uint64_t low;
+    memcpy(&low, f.stack, sizeof low);
+    if (low == canary && (char *)__builtin_frame_address(0) > f.stack) return;
+    fprintf(stderr, "kernel %s: thread %d of block (%u,%u,%u) overflowed its stack of %zu bytes\n",
+            kernel_name(w.grid->kernel).c_str(), thread_index, blockIdx.x, blockIdx.y, blockIdx.z, stack_bytes);
+    abort();
+}
+
+// The sanitizer is told of every switch, and of where the stack that it comes from lies.
+static void arrived([[maybe_unused]] worker &w, [[maybe_unused]] void *fake_stack) {
+#ifdef __SANITIZE_ADDRESS__
+    const void *low;
+    size_t bytes;
+    __sanitizer_finish_switch_fiber(fake_stack, &low, &bytes);
+    if (!w.home.stack) w.home.stack = (char *)low, w.home.stack_bytes = bytes; // the first switch comes from home
+#endif
+}
+
+// Goes on with `to`. With `last` set, the code that calls this never goes on.
+static void switch_to(worker &w, fiber *to, [[maybe_unused]] bool last = false) {
+    check_stack(w);
+    fiber *from = w.current;
+    w.current = to;
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_start_switch_fiber(last ? nullptr : &from->fake_stack, to->stack, to->stack_bytes);
+#endif
+    switch_context(&from->stopped, &to->stopped);
+    arrived(w, from->fake_stack);
+}
+
+// Makes a fiber's stack as good as new, and frees the fiber.
+static void reset_fiber(worker &w, fiber *f, int number) {
+    char *top = f->stack + stack_bytes - number % 32 * 128; // staggered, again for the caches
+#ifdef __SANITIZE_ADDRESS__
+    __asan_unpoison_memory_region(f->stack, stack_bytes);
+#endif
+    memcpy(f->stack, &canary, sizeof canary);
+    f->fake_stack = nullptr;
+    start_context(&f->stopped, f->stack, top, run_threads);
+    f->next_free = w.free;
+    w.free = f;
+}
+
+static fiber *take_free_fiber(worker &w) {
+    if (!w.free) {
+        void *chunk = mmap(nullptr, stacks_per_chunk * stack_bytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (chunk == MAP_FAILED) {
+            fprintf(stderr, "no memory for the stacks of a block's threads\n");
+            abort();
+        }
+#ifdef MADV_NOHUGEPAGE
+        madvise(chunk, stacks_per_chunk * stack_bytes, MADV_NOHUGEPAGE); // most of a stack is never touched
+#endif
+        w.chunks.push_back((char *)chunk);
+        for (int i = 0; i < stacks_per_chunk; i++) {
+            w.fibers.push_back(std::make_unique<fiber>());
+            w.fibers.back()->stack = (char *)chunk + i * stack_bytes;
+            w.fibers.back()->stack_bytes = stack_bytes;
+            reset_fiber(w, w.fibers.back().get(), (int)w.fibers.size());
+        }
+    }
+    fiber *f = w.free;
+    w.free = f->next_free;
+    return f;
+}
+
+static void push_ready(worker &w, int thread) {
+    w.ready[(w.ready_head + w.ready_count++) % max_threads] = (unsigned short)thread;
+}
+static int pop_ready(worker &w) {
+    w.ready_count--;
+    return w.ready[w.ready_head++ % max_threads];
+}
+
+// Leaves the block where it stands and never comes back.
+[[noreturn]] static void abandon(worker &w) {
+    w.abandoned = true;
+    switch_to(w, &w.home, true);
+    __builtin_unreachable();
+}
+
+void fail(const char *format, ...) {
+    char what[512];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(what, sizeof what, format, arguments);
+    va_end(arguments);
+    if (!self) {
+        fprintf(stderr, "%s, outside any kernel\n", what);
+        abort();
+    }
+    {
+        static std::mutex one_at_a_time;
+        std::lock_guard<std::mutex> lock(one_at_a_time);
+        job &j = *self->grid;
+        char where[64];
+        snprintf(where, sizeof where, ", block (%u,%u,%u): ", blockIdx.x, blockIdx.y, blockIdx.z);
+        if (!j.failed) j.message = "kernel " + kernel_name(j.kernel) + where + what;
+        j.failed = true;
+    }
+    abandon(*self);
+}
+
+// The running thread waits until it is taken from the ready ring; meanwhile this OS thread does something else.
+static void wait(worker &w) {
+    if (w.grid->failed.load(std::memory_order_relaxed)) abandon(w);
+    const int index = thread_index;
+    const uint3 coordinates = threadIdx;
+    w.waits[index].on = w.current;
+    fiber *next = w.ready_count && !w.start_first ? w.waits[pop_ready(w)].on : take_free_fiber(w);
+    if (next != w.current) switch_to(w, next);
+    thread_index = index;
+    threadIdx = coordinates;
+}
+
+void yield() {
+    push_ready(*self, thread_index);
+    self->start_first = self->started < self->threads; // or those that yield would pass the turn among themselves
+    wait(*self);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Where the threads of a block meet.
+
+int barrier(op what, int predicate) {
+    worker &w = *self;
+    if (w.barrier_arrived == 0) w.barrier_op = what;
+    if (w.barrier_op != what) fail("threads wait at %s and at %s", name_of(w.barrier_op), name_of(what));
+    w.barrier_votes += predicate != 0;
+    if (++w.barrier_arrived < w.threads) {
+        wait(w);
+        return w.barrier_result; // stands until all have read it: no barrier is complete without them
+    }
+    w.barrier_result = what == op::syncthreads_and  ? w.barrier_votes == w.threads
+                       : what == op::syncthreads_or ? w.barrier_votes != 0
+                                                    : w.barrier_votes;
+    w.barrier_arrived = w.barrier_votes = 0;
+    for (int t = 0; t < w.threads; t++)
+        if (t != thread_index) push_ready(w, t);
+    return w.barrier_result;
+}
+
+// The lane a shuffle reads. As the hardware has it, a lane that would leave its segment of `width` lanes reads itself.
+int source_lane(op what, int operand, int width) {
+    if (width < 1 || width > 32 || (width & (width - 1))) fail("%s with width %d", name_of(what), width);
+    const int lane = thread_index & 31, first = lane & -width, last = first + width - 1, source = operand & 31;
+    switch (what) {
+    case op::shfl: return first | (operand & (width - 1));
+    case op::shfl_up: return lane - source >= first ? lane - source : lane;
+    case op::shfl_down: return lane + source <= last ? lane + source : lane;
+    default: return (lane ^ source) <= last ? lane ^ source : lane;
+    }
+}
+
+// What a reduction over `values` gives; votes count 0 and 1.
+static unsigned reduce(op what, const unsigned *values, int count) {
+    unsigned r = values[0];
+    for (int i = 1; i < count; i++) {
+        const unsigned v = values[i];
+        switch (what) {
+        case op::add: r += v; break;
+        case op::min_signed: r = (unsigned)std::min((int)r, (int)v); break;
+        case op::max_signed: r = (unsigned)std::max((int)r, (int)v); break;
+        case op::min_unsigned: r = std::min(r, v); break;
+        case op::max_unsigned: r = std::max(r, v); break;
+        case op::all:
+        case op::bits_and: r &= v; break;
+        case op::any:
+        case op::bits_or: r |= v; break;
+        default: r ^= v; break;
+        }
+    }
+    return r;
+}
+
+// If all lanes of the meeting that can come have come, gives each its result, lets them go on and closes the meeting.
+static bool finish_meeting(worker &w, int warp, int index) {
+    const meeting m = w.meeting_of[warp][index];
+    if ((m.mask & ~w.gone[warp]) != m.lanes) return false;
+    waiting *waits = w.waits + warp * 32;
+    unsigned long long values[32];
+    unsigned words[32], ballot = 0;
+    int lanes[32], count = 0;
+    for (unsigned rest = m.lanes; rest; rest &= rest - 1) {
+        const int lane = __builtin_ctz(rest);
+        values[lane] = waits[lane].value;
+        words[count] = (unsigned)values[lane];
+        ballot |= (unsigned)(values[lane] != 0) << lane;
+        lanes[count++] = lane;
+    }
+    const bool shuffles = m.what >= op::shfl && m.what <= op::shfl_xor;
+    const unsigned one_for_all = m.what == op::syncwarp || shuffles || m.what == op::match_any ? 0
+                                 : m.what == op::ballot                                        ? ballot
+                                                                        : reduce(m.what, words, count);
+    for (int i = 0; i < count; i++) {
+        const int lane = lanes[i], from = waits[lane].source;
+        unsigned long long result = one_for_all;
+        if (shuffles) {
+            if (!(m.lanes >> from & 1))
+                fail("%s (mask 0x%08x) of warp %d: lane %d reads lane %d, which is %s", name_of(m.what), m.mask, warp, lane,
+                     from, !(m.mask >> from & 1)          ? "not in the mask"
+                           : warp * 32 + from < w.threads ? "one that has returned"
+                                                          : "beyond the block");
+            result = values[from];
+        } else if (m.what == op::match_any) {
+            for (int j = 0; j < count; j++) result |= (unsigned long long)(values[lanes[j]] == values[lane]) << lanes[j];
+        }
+        waits[lane].value = result;
+        if (warp * 32 + lane != thread_index) push_ready(w, warp * 32 + lane);
+    }
+    w.meeting_of[warp][index] = w.meeting_of[warp][--w.meetings[warp]];
+    return true;
+}
+
+// Lanes whose operation and mask agree meet, in any order; whoever comes last computes for all.
+unsigned long long meet(op what, unsigned mask, unsigned long long value, int source) {
+    worker &w = *self;
+    const int index = thread_index, warp = index / 32, lane = index % 32;
+    if (!(mask >> lane & 1)) fail("%s (mask 0x%08x) called by lane %d of warp %d", name_of(what), mask, lane, warp);
+    w.waits[index].value = value;
+    w.waits[index].source = source;
+    int i = 0;
+    while (i < w.meetings[warp] && (w.meeting_of[warp][i].what != what || w.meeting_of[warp][i].mask != mask)) i++;
+    if (i == w.meetings[warp]) w.meeting_of[warp][w.meetings[warp]++] = {what, mask, 0};
+    w.meeting_of[warp][i].lanes |= 1u << lane;
+    if (!finish_meeting(w, warp, i)) wait(w);
+    return w.waits[index].value;
+}
+
+// Every thread left waits, and for something that cannot come.
+[[noreturn]] static void fail_stuck(worker &w) {
+    std::string what;
+    char part[160];
+    if (w.barrier_arrived) {
+        snprintf(part, sizeof part, "%s reached by %d of %d threads (%d returned", name_of(w.barrier_op), w.barrier_arrived,
+                 w.threads, w.threads - w.live);
+        what = part;
+        if (w.live > w.barrier_arrived) what += ", " + std::to_string(w.live - w.barrier_arrived) + " wait in their warp";
+        what += ")";
+    }
+    for (int warp = 0; warp < max_warps; warp++) {
+        if (!w.meetings[warp]) continue;
+        what += (what.empty() ? "warp " : "; warp ") + std::to_string(warp);
+        for (int i = 0; i < std::min(w.meetings[warp], 3); i++) {
+            const meeting &m = w.meeting_of[warp][i];
+            snprintf(part, sizeof part, "%s lanes 0x%08x wait at %s (mask 0x%08x)", i ? "," : ":", m.lanes, name_of(m.what),
+                     m.mask);
+            what += part;
+        }
+        break; // one warp explains it
+    }
+    fail("%s", what.c_str());
+}
+
+void poison(void *p, size_t bytes) {
+    for (void *seen : self->poisoned)
+        if (seen == p) return;
+    self->poisoned.push_back(p);
+    memset(p, 0xff, bytes);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Blocks.
+
+// Takes the grid's next block, if there is one.
+static bool start_block(worker &w) {
+    job &j = *w.grid;
+    if (j.failed.load(std::memory_order_relaxed)) return false;
+    const unsigned long long block = j.next_block.fetch_add(1, std::memory_order_relaxed);
+    if (block >= j.blocks) return false;
+    const unsigned long long row = block / j.grid.x;
+    blockIdx = {(unsigned)(block % j.grid.x), (unsigned)(row % j.grid.y), (unsigned)(row / j.grid.y)};
+    w.live = w.threads = (int)(j.block.x * j.block.y * j.block.z);
+    w.started = 0;
+    w.next_index = {0, 0, 0};
+    w.poisoned.clear();
+    const int warps = (w.threads + 31) / 32;
+    memset(w.gone, 0, warps * sizeof w.gone[0]);
+    if (w.threads % 32) w.gone[warps - 1] = ~0u << w.threads % 32;
+    if (j.shared) memset(w.shared, 0xff, j.shared);
+    return true;
+}
+
+// Runs the block's next thread, on the fiber this is called on.
+static void run_thread(worker &w) {
+    const int index = w.started++;
+    thread_index = index;
+    threadIdx = w.next_index;
+    if (++w.next_index.x == blockDim.x) {
+        w.next_index.x = 0;
+        if (++w.next_index.y == blockDim.y) w.next_index.y = 0, w.next_index.z++;
+    }
+    (*w.grid->body)();
+    check_stack(w);
+    w.live--;
+    w.gone[index / 32] |= 1u << index % 32;
+    for (int i = w.meetings[index / 32]; i-- > 0;) finish_meeting(w, index / 32, i); // someone may have waited for it
+}
+
+// What every fiber does: first threads that may go on, then those that wait for their start, then the next block.
+static void run_threads() {
+    worker &w = *self;
+    arrived(w, nullptr);
+    for (;;) {
+        if (w.ready_count && !w.start_first) {
+            fiber *next = w.waits[pop_ready(w)].on;
+            w.current->next_free = w.free;
+            w.free = w.current;
+            switch_to(w, next);
+        } else if (w.started < w.threads) {
+            w.start_first = false;
+            run_thread(w);
+        } else if (w.live > 0) {
+            fail_stuck(w);
+        } else if (!start_block(w)) {
+            w.current->next_free = w.free;
+            w.free = w.current;
+            switch_to(w, &w.home);
+        }
+    }
+}
+
+// Runs blocks of the grid until none is left to take. The worker lives as long as the OS thread: fibers stay on it.
+static void run_blocks(job &j) {
+    static thread_local std::unique_ptr<worker> owner;
+    if (!owner) owner = std::make_unique<worker>();
+    worker &w = *owner;
+    self = &w;
+    w.grid = &j;
+    blockDim = j.block;
+    gridDim = j.grid;
+    if (w.shared_bytes != j.shared) { // exactly as large as asked for, so that a sanitizer sees an overrun
+        free(w.shared);
+        w.shared = nullptr;
+        w.shared_bytes = 0;
+        if (j.shared && posix_memalign((void **)&w.shared, 1024, j.shared)) abort();
+        w.shared_bytes = j.shared;
+    }
+    dynamic_shared = w.shared;
+    w.threads = w.started = w.live = 0;
+    switch_to(w, take_free_fiber(w));
+    if (w.abandoned) {
+        w.free = nullptr;
+        for (size_t i = 0; i < w.fibers.size(); i++) reset_fiber(w, w.fibers[i].get(), (int)i + 1);
+        std::fill(w.meetings, w.meetings + max_warps, 0);
+        w.ready_head = w.ready_count = 0;
+        w.barrier_arrived = w.barrier_votes = 0;
+        w.start_first = w.abandoned = false;
+    }
+    self = nullptr;
+}
+
+// The OS threads that help the launching one. They are never joined: at exit they sleep.
+struct pool {
+    std::mutex launching; // held by the one launch that runs
+    std::mutex lock;      // over what follows
+    std::condition_variable wake, idle;
+    job *grid = nullptr;
+    unsigned long long launches = 0;
+    int size = 1, started = 1, inside = 0; // the launching thread is one of them
+
+    pool() {
+        const char *wanted = getenv("BOOKENDS_CPU_THREADS");
+        size = wanted ? atoi(wanted) : (int)std::thread::hardware_concurrency();
+        size = std::max(1, std::min(size, 1024));
+    }
+    void help() {
+        std::unique_lock<std::mutex> guard(lock);
+        for (unsigned long long seen = 0;;) {
+            wake.wait(guard, [&] { return launches != seen; });
+            seen = launches;
+            if (!grid) continue; // too late for this one
+            job &j = *grid;
+            inside++;
+            guard.unlock();
+            run_blocks(j);
+            guard.lock();
+            if (--inside == 0) idle.notify_one();
+        }
+    }
+    void run(job &j) {
+        std::lock_guard<std::mutex> alone(launching);
+        if (j.blocks > 1 && size > 1) {
+            try {
+                for (; started < size; started++) std::thread([this] { help(); }).detach();
+            } catch (const std::system_error &) {
+                size = started; // the system gives no more threads
+            }
+            std::lock_guard<std::mutex> guard(lock);
+            grid = &j;
+            launches++;
+            wake.notify_all();
+        }
+        run_blocks(j);
+        std::unique_lock<std::mutex> guard(lock);
+        grid = nullptr;
+        idle.wait(guard, [&] { return inside == 0; });
+    }
+};
+
+static pool &the_pool() {
+    static pool *p = new pool; // never destroyed: its threads outlive main
+    return *p;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Errors.
+
+static thread_local cudaError_t last_error = cudaSuccess; // as in CUDA: per host thread, until cudaGetLastError
+static std::atomic<bool> broken{false};                   // a kernel has failed
+static std::mutex broken_lock;
+static char broken_message[1024];
+
+// Every call returns through here.
+static cudaError_t done(cudaError_t error) {
+    if (broken) return cudaErrorLaunchFailure;
+    if (error != cudaSuccess) last_error = error;
+    return error;
+}
+
+// Runs the grid; an error stays.
+static void run_grid(const void *kernel, const config &where, const std::function<void()> &body) {
+    if (broken) return;
+    job j;
+    j.kernel = kernel;
+    j.body = &body;
+    j.grid = where.grid;
+    j.block = where.block;
+    j.shared = where.shared;
+    j.blocks = (unsigned long long)where.grid.x * where.grid.y * where.grid.z;
+    the_pool().run(j);
+    if (!j.failed) return;
+    std::lock_guard<std::mutex> guard(broken_lock);
+    if (broken) return;
+    snprintf(broken_message, sizeof broken_message, "%s", j.message.c_str());
+    broken = true;
+}
+
+} // namespace cpu
+
+using namespace cpu;
+
+const char *cudaGetErrorString(cudaError_t error) {
+    if (error == cudaErrorLaunchFailure && broken) return broken_message;
+    switch (error) {
+#define E(name, number, words)                                                                                         \
+    case name: return words;
+        CPU_ERRORS(E)
+#undef E
+    }
+    return "unrecognized error code";
+}
+
+const char *cudaGetErrorName(cudaError_t error) {
+    switch (error) {
+#define E(name, number, words)                                                                                         \
+    case name: return #name;
+        CPU_ERRORS(E)
+#undef E
+    }
+    return "unrecognized error code";
+}
+
+cudaError_t cudaPeekAtLastError() { return broken ? cudaErrorLaunchFailure : last_error; }
+
+cudaError_t cudaGetLastError() {
+    const cudaError_t error = cudaPeekAtLastError();
+    last_error = cudaSuccess;
+    return error;
+}
+
+cudaError_t cudaDeviceReset() {
+    std::lock_guard<std::mutex> guard(broken_lock);
+    broken = false;
+    last_error = cudaSuccess;
+    return cudaSuccess;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Streams, events, graphs.
+
+struct CUstream_st {
+    bool blocking;        // with the legacy default stream
+    CUgraph_st *capture;  // what it is captured into, or null
+    unsigned steps;       // so many things were captured from it
+    bool joined;          // another stream of the capture has waited for all of them
+};
+
+struct CUevent_st {
+    bool timed, recorded;
+    std::chrono::steady_clock::time_point when;
+    unsigned long long capture; // if last recorded while capturing: the capture, the stream, and its steps until then
+    CUstream_st *from;
+    unsigned steps;
+};
+
+struct CUgraph_st {
+    unsigned long long id;
+    CUstream_st *origin;
+    cudaStreamCaptureMode mode;
+    std::thread::id owner;
+    bool valid = true;
+    std::vector<CUstream_st *> streams;
+    std::vector<std::function<void()>> work;
+};
+
+struct CUgraphExec_st {
+    std::vector<std::function<void()>> work;
+};
+
+static std::mutex streams_lock;           // over all that streams, events and captures hold
+static std::vector<CUgraph_st *> captures; // those under way
+
+using locked = std::lock_guard<std::mutex>;
+
+// The error of doing what a capture forbids, or success where no capture is under way that minds. It spoils the capture.
+static cudaError_t refuse_while_capturing() {
+    locked guard(streams_lock);
+    for (CUgraph_st *g : captures) {
+        if (g->mode == cudaStreamCaptureModeRelaxed) continue;
+        if (g->mode == cudaStreamCaptureModeThreadLocal && g->owner != std::this_thread::get_id()) continue;
+        g->valid = false;
+        return cudaErrorStreamCaptureUnsupported;
+    }
+    return cudaSuccess;
+}
+
+// Work on the legacy stream would wait for every blocking stream.
+static cudaError_t refuse_legacy_stream() {
+    for (CUgraph_st *g : captures) {
+        if (!g->origin->blocking) continue;
+        g->valid = false;
+        return cudaErrorStreamCaptureImplicit;
+    }
+    return cudaSuccess;
+}
+
+// Does the work, or captures it.
+static cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
+    if (broken) return cudaErrorLaunchFailure;
+    {
+        locked guard(streams_lock);
+        if (!stream) {
+            if (cudaError_t error = refuse_legacy_stream()) return error;
+        } else if (stream->capture) {
+            if (!stream->capture->valid) return cudaErrorStreamCaptureInvalidated;
+            stream->capture->work.push_back(std::move(work));
+            stream->steps++;
+            stream->joined = false;
+            return cudaSuccess;
+        }
+    }
+    work();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    if (!stream || flags > cudaStreamNonBlocking) return done(cudaErrorInvalidValue);
+    *stream = new CUstream_st{flags == cudaStreamDefault, nullptr, 0, false};
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    if (!stream) return done(cudaErrorInvalidResourceHandle);
+    {
+        locked guard(streams_lock);
+        if (CUgraph_st *g = stream->capture) {
+            g->streams.erase(std::find(g->streams.begin(), g->streams.end(), stream));
+            g->valid = false;
+            if (g->origin == stream) { // nobody can end it now
+                for (CUstream_st *s : g->streams) s->capture = nullptr;
+                captures.erase(std::find(captures.begin(), captures.end(), g));
+                delete g;
+            }
+        }
+    }
+    delete stream;
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    locked guard(streams_lock);
+    if (!stream) return done(refuse_legacy_stream());
+    if (!stream->capture) return done(cudaSuccess);
+    stream->capture->valid = false;
+    return done(cudaErrorStreamCaptureUnsupported);
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
+
+cudaError_t cudaDeviceSynchronize() { return done(refuse_while_capturing()); }
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    if (!event) return done(cudaErrorInvalidValue);
+    *event = new CUevent_st{!(flags & cudaEventDisableTiming), false, {}, 0, nullptr, 0};
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    if (!event) return done(cudaErrorInvalidResourceHandle);
+    delete event;
+    return done(cudaSuccess);
+}
+
+// As in CUDA, an event recorded in a capture only orders the captured streams: it has no time and cannot be waited for.
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    if (!event) return done(cudaErrorInvalidResourceHandle);
+    locked guard(streams_lock);
+    if (stream && stream->capture) {
+        if (!stream->capture->valid) return done(cudaErrorStreamCaptureInvalidated);
+        event->capture = stream->capture->id;
+        event->from = stream;
+        event->steps = stream->steps;
+        return done(cudaSuccess);
+    }
+    if (!stream)
+        if (cudaError_t error = refuse_legacy_stream()) return done(error);
+    event->capture = 0;
+    event->recorded = true;
+    event->when = std::chrono::steady_clock::now();
+    return done(cudaSuccess);
+}
+
+// A stream that waits for an event of a capture joins that capture.
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    if (!event) return done(cudaErrorInvalidResourceHandle);
+    locked guard(streams_lock);
+    if (!event->capture) return done(cudaSuccess);
+    for (CUgraph_st *g : captures) {
+        if (g->id != event->capture) continue;
+        if (!stream) return done(refuse_legacy_stream());
+        if (stream->capture && stream->capture != g) {
+            g->valid = stream->capture->valid = false;
+            return done(cudaErrorStreamCaptureMerge);
+        }
+        if (!stream->capture) {
+            stream->capture = g;
+            g->streams.push_back(stream);
+        }
+        stream->steps++;
+        stream->joined = false;
+        if (event->from != stream && event->from->steps == event->steps) event->from->joined = true;
+        return done(cudaSuccess);
+    }
+    return done(cudaErrorCapturedEvent); // its capture is over
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    if (!event) return done(cudaErrorInvalidResourceHandle);
+    locked guard(streams_lock);
+    return done(event->capture ? cudaErrorCapturedEvent : cudaSuccess);
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaEventQuery(event); }
+
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t stop) {
+    if (!ms) return done(cudaErrorInvalidValue);
+    if (!start || !stop) return done(cudaErrorInvalidResourceHandle);
+    locked guard(streams_lock);
+    if (start->capture || stop->capture) return done(cudaErrorCapturedEvent);
+    if (!start->timed || !stop->timed || !start->recorded || !stop->recorded) return done(cudaErrorInvalidResourceHandle);
+    *ms = std::chrono::duration<float, std::milli>(stop->when - start->when).count();
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+    static unsigned long long ids = 0;
+    if (!stream) return done(cudaErrorStreamCaptureUnsupported);
+    locked guard(streams_lock);
+    if (stream->capture) {
+        stream->capture->valid = false;
+        return done(cudaErrorStreamCaptureUnsupported);
+    }
+    CUgraph_st *g = new CUgraph_st;
+    g->id = ++ids;
+    g->origin = stream;
+    g->mode = mode;
+    g->owner = std::this_thread::get_id();
+    g->streams = {stream};
+    captures.push_back(g);
+    stream->capture = g;
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    if (!stream || !graph) return done(cudaErrorInvalidValue);
+    locked guard(streams_lock);
+    CUgraph_st *g = stream->capture;
+    *graph = nullptr;
+    if (!g) return done(cudaErrorIllegalState);
+    if (g->origin != stream) {
+        g->valid = false;
+        return done(cudaErrorStreamCaptureUnmatched);
+    }
+    bool joined = true;
+    for (CUstream_st *s : g->streams) {
+        s->capture = nullptr;
+        joined &= s == stream || s->joined;
+    }
+    captures.erase(std::find(captures.begin(), captures.end(), g));
+    if (g->valid && joined) {
+        *graph = g;
+        return done(cudaSuccess);
+    }
+    const cudaError_t error = g->valid ? cudaErrorStreamCaptureUnjoined : cudaErrorStreamCaptureInvalidated;
+    delete g;
+    return done(error);
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
+    if (!status) return done(cudaErrorInvalidValue);
+    locked guard(streams_lock);
+    if (!stream || !stream->capture) *status = cudaStreamCaptureStatusNone;
+    else *status = stream->capture->valid ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusInvalidated;
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long) {
+    if (!exec || !graph) return done(cudaErrorInvalidValue);
+    *exec = new CUgraphExec_st{graph->work};
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    if (!exec) return done(cudaErrorInvalidValue);
+    return done(enqueue(stream, [work = exec->work] {
+        for (const auto &step : work) step();
+    }));
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    delete graph;
+    return done(graph ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    delete exec;
+    return done(exec ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launches.
+
+static std::mutex attributes_lock;
+static std::map<const void *, size_t> shared_allowed; // where cudaFuncSetAttribute has raised it
+
+cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value) {
+    if (!kernel) return done(cudaErrorInvalidDeviceFunction);
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return done(cudaSuccess);
+    if (value < 0 || (size_t)value > shared_most) return done(cudaErrorInvalidValue);
+    locked guard(attributes_lock);
+    shared_allowed[kernel] = std::max(shared_default, (size_t)value);
+    return done(cudaSuccess);
+}
+
+static cudaError_t check_config(const void *kernel, const config &where) {
+    const dim3 g = where.grid, b = where.block;
+    if (!kernel) return cudaErrorInvalidDeviceFunction;
+    if (!g.x || g.x > 0x7fffffff || !g.y || g.y > 65535 || !g.z || g.z > 65535) return cudaErrorInvalidConfiguration;
+    if (!b.x || b.x > 1024 || !b.y || b.y > 1024 || !b.z || b.z > 64) return cudaErrorInvalidConfiguration;
+    if ((unsigned long long)b.x * b.y * b.z > max_threads) return cudaErrorInvalidConfiguration;
+    if (where.shared <= shared_default) return cudaSuccess;
+    locked guard(attributes_lock);
+    const auto raised = shared_allowed.find(kernel);
+    return raised != shared_allowed.end() && where.shared <= raised->second ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+void cpu::launch(const void *kernel, const config &where, std::function<void()> body) {
+    if (self) fail("it launches %s: kernels that launch kernels are not supported", kernel_name(kernel).c_str());
+    cudaError_t error = check_config(kernel, where);
+    if (!error) error = enqueue(where.stream, [=] { run_grid(kernel, where, body); });
+    done(error);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory.
+
+// A line of /proc/meminfo, in bytes; where there is none, more than enough.
+static size_t meminfo(const char *key) {
+    std::ifstream file("/proc/meminfo");
+    std::string name, unit;
+    for (size_t kib; file >> name >> kib && std::getline(file, unit);)
+        if (name == key) return kib << 10;
+    return (size_t)1 << 46;
+}
+
+cudaError_t cudaMalloc(void **p, size_t bytes) {
+    if (!p) return done(cudaErrorInvalidValue);
+    *p = nullptr;
+    cudaError_t error = refuse_while_capturing();
+    if (error || broken || bytes == 0) return done(error);
+    if (bytes > 1 << 20 && bytes > meminfo("MemAvailable:")) return done(cudaErrorMemoryAllocation);
+    if (posix_memalign(p, 256, bytes)) return done(cudaErrorMemoryAllocation);
+    memset(*p, 0xff, bytes);
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaFree(void *p) {
+    const cudaError_t error = refuse_while_capturing();
+    if (!error) free(p);
+    return done(error);
+}
+
+cudaError_t cudaMallocHost(void **p, size_t bytes, unsigned) { return cudaMalloc(p, bytes); }
+cudaError_t cudaFreeHost(void *p) { return cudaFree(p); }
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+    if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return done(cudaErrorInvalidMemcpyDirection);
+    if (bytes == 0) return done(cudaSuccess);
+    if (!to || !from) return done(cudaErrorInvalidValue);
+    return done(enqueue(stream, [=] { memmove(to, from, bytes); }));
+}
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+    return cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+}
+
+cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
+    if (bytes == 0) return done(cudaSuccess);
+    if (!p) return done(cudaErrorInvalidValue);
+    return done(enqueue(stream, [=] { memset(p, value, bytes); }));
+}
+cudaError_t cudaMemset(void *p, int value, size_t bytes) { return cudaMemsetAsync(p, value, bytes, nullptr); }
+
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
+    if (!available || !total) return done(cudaErrorInvalidValue);
+    *available = meminfo("MemAvailable:");
+    *total = meminfo("MemTotal:");
+    return done(cudaSuccess);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The device.
+
+static std::string processor_name() {
+    std::ifstream file("/proc/cpuinfo");
+    for (std::string line; std::getline(file, line);) {
+        const size_t colon = line.find(": ");
+        if (colon != std::string::npos && line.compare(0, 10, "model name") == 0) return "CPU (" + line.substr(colon + 2) + ")";
+    }
+    return "CPU";
+}
+
+static int cache_bytes() {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    const long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    if (bytes > 0) return (int)bytes;
+#endif
+    return 1 << 20;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
+    if (!properties) return done(cudaErrorInvalidValue);
+    if (device != 0) return done(cudaErrorInvalidDevice);
+    cudaDeviceProp p{};
+    snprintf(p.name, sizeof p.name, "%s", processor_name().c_str());
+    p.totalGlobalMem = meminfo("MemTotal:");
+    p.sharedMemPerBlock = shared_default;
+    p.sharedMemPerBlockOptin = p.sharedMemPerMultiprocessor = shared_most;
+    p.multiProcessorCount = the_pool().size;
+    p.warpSize = warpSize;
+    p.maxThreadsPerBlock = p.maxThreadsPerMultiProcessor = max_threads;
+    p.l2CacheSize = cache_bytes();
+    p.maxThreadsDim[0] = p.maxThreadsDim[1] = 1024, p.maxThreadsDim[2] = 64;
+    p.maxGridSize[0] = 0x7fffffff, p.maxGridSize[1] = p.maxGridSize[2] = 65535;
+    *properties = p;
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+    if (!value) return done(cudaErrorInvalidValue);
+    cudaDeviceProp p;
+    if (cudaError_t error = cudaGetDeviceProperties(&p, device)) return error;
+    switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock: *value = p.maxThreadsPerBlock; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)p.sharedMemPerBlock; break;
+    case cudaDevAttrWarpSize: *value = p.warpSize; break;
+    case cudaDevAttrMultiProcessorCount: *value = p.multiProcessorCount; break;
+    case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)p.sharedMemPerMultiprocessor; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)p.sharedMemPerBlockOptin; break;
+    case cudaDevAttrComputeCapabilityMajor:
+    case cudaDevAttrComputeCapabilityMinor:
+    case cudaDevAttrCooperativeLaunch: *value = 0; break;
+    default: return done(cudaErrorInvalidValue);
+    }
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaGetDeviceCount(int *count) {
+    if (!count) return done(cudaErrorInvalidValue);
+    *count = 1;
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaSetDevice(int device) { return done(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
+
+cudaError_t cudaGetDevice(int *device) {
+    if (!device) return done(cudaErrorInvalidValue);
+    *device = 0;
+    return done(cudaSuccess);
+}
+
+cudaError_t cudaRuntimeGetVersion(int *version) {
+    if (!version) return done(cudaErrorInvalidValue);
+    *version = CUDART_VERSION;
+    return done(cudaSuccess);
+}
+cudaError_t cudaDriverGetVersion(int *version) { return cudaRuntimeGetVersion(version); }

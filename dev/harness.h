@@ -1,0 +1,953 @@
+// What a main() needs: the command line, inputs, checking, timing and reports, the same for every kernel file.
+//
+// A file describes its problem once and hands it over with its table of versions:
+//
+//     Harness h("encoder_forward", "token + position embedding", {{'b', "B", 8, 2}, ...});
+//     return h.main(argc, argv, versions<float>, race<float>, race<half>, race<__nv_bfloat16>);
+//
+// where race<floatX>(h) asks h for the shape, the ids, the inputs and the outputs, says how few bytes must move, and
+// calls h.race(table, launch). Everything that can be refused is refused before anything runs.
+#pragma once
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdarg>
+#include <functional>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../common.h"
+
+// The commit that the binary was built from: the Makefile links a strong definition over this one.
+extern "C" __attribute__((weak)) const char bookends_commit[] = "unknown";
+
+#ifdef BOOKENDS_CPU_DEVICE
+constexpr bool ON_CPU = true;
+#else
+constexpr bool ON_CPU = false;
+#endif
+
+enum ExitStatus { EXIT_OK = 0, EXIT_WRONG = 1, EXIT_BAD_INPUT = 2, EXIT_NO_DEVICE = 3 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// element types
+
+template <typename T>
+struct FloatFormat;
+template <>
+struct FloatFormat<float> {
+    static constexpr const char *name = "fp32";
+    static constexpr int mantissa = 23, min_exponent = -126;
+};
+template <>
+struct FloatFormat<half> {
+    static constexpr const char *name = "fp16";
+    static constexpr int mantissa = 10, min_exponent = -14;
+};
+template <>
+struct FloatFormat<__nv_bfloat16> {
+    static constexpr const char *name = "bf16";
+    static constexpr int mantissa = 7, min_exponent = -126;
+};
+
+// How far a result is from the reference rounded to its type, in units in the last place of that type. Two NaNs, or the
+// same infinity, are 0 apart; a NaN or an infinity where the reference has none is infinitely far.
+template <typename T>
+double ulps_apart(T got, double reference) {
+    const double a = (double)(float)got, b = (double)(float)(T)(float)reference;
+    if (std::isnan(a) || std::isnan(b)) return std::isnan(a) && std::isnan(b) ? 0.0 : INFINITY;
+    if (a == b) return 0.0;
+    if (std::isinf(a) || std::isinf(b)) return INFINITY;
+    int exponent;
+    frexp(b, &exponent);  // |b| is in [2^(exponent-1), 2^exponent)
+    return fabs(a - b) / ldexp(1.0, std::max(exponent - 1, FloatFormat<T>::min_exponent) - FloatFormat<T>::mantissa);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// inputs: seeded, by counter, so that the i-th value is the same wherever and in whatever order it is made
+
+// The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit.
+__host__ __device__ inline uint64_t mix64(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+struct Random {
+    uint64_t key;
+    Random(int stream, uint64_t seed) : key(mix64(seed * 0x9e3779b97f4a7c15ull + (uint64_t)stream)) {}
+    __host__ __device__ uint64_t bits(long long i) const { return mix64(key + (uint64_t)i * 0x9e3779b97f4a7c15ull); }
+    double uniform(long long i) const { return (double)(bits(i) >> 11) * 0x1p-53; }  // [0, 1)
+};
+
+// An array that is never stored: uniform in [-1, 1), in steps of 2^-23, then rounded to floatX.
+template <typename floatX>
+struct Values {
+    Random random;
+    Values(int stream, uint64_t seed) : random(stream, seed) {}
+    __host__ __device__ floatX operator[](long long i) const {
+        return (floatX)((float)(random.bits(i) >> 40) * 0x1p-23f - 1.0f);
+    }
+};
+
+template <typename floatX>
+__global__ void fill_values_kernel(floatX *out, Values<floatX> values, long long count) {
+    const long long stride = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) out[i] = values[i];
+}
+
+// Counts the elements of `size` bytes that still hold nothing but 0xff, or (expect_poison) that no longer do.
+__global__ inline void count_poison_kernel(unsigned long long *found, const unsigned char *data, long long count,
+                                           int size, bool expect_poison) {
+    const long long stride = (long long)gridDim.x * blockDim.x;
+    unsigned long long mine = 0;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) {
+        bool poison = true;
+        for (int k = 0; k < size; k++) poison = poison && data[i * size + k] == 0xff;
+        mine += poison != expect_poison;
+    }
+    if (mine > 0) atomicAdd(found, mine);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// the harness
+
+struct Dim {
+    char flag;
+    const char *name;
+    int cuda_default, cpu_default;
+    int value = 0;
+};
+
+// Milliseconds: cold is with the L2 flushed before each run, hot is back to back inside a graph.
+struct Times {
+    double min = 0, median = 0, p90 = 0, hot = 0;
+    int runs = 0;
+};
+
+struct CheckResult {
+    bool ok = true;
+    double max_error = 0;
+    long long elements = 0;
+    std::string message;  // what is wrong, where and by how much
+};
+
+// What a run of one version at one block size gave.
+struct Record {
+    int version;
+    const char *name;
+    int block_size;
+    Times times;
+    bool best = false;
+};
+
+struct Harness {
+    const char *name, *title;
+    std::vector<Dim> dims;
+
+    // the command line
+    int version = -1;  // -1: all
+    std::string dtype = "bf16", token_source = "uniform", json_path;
+    int block_size = 0, repeat = 0;
+    bool do_check = true, do_bench = true, list = false;
+    uint64_t seed = 42;
+
+    // what race<floatX>() fills in
+    std::vector<int> host_tokens;
+    double bytes = 0, flops = 0;  // the fewest that the job must move and do
+
+    Harness(const char *name, const char *title, std::vector<Dim> dims)
+        : name(name), title(title), dims(std::move(dims)) {
+        for (Dim &d : this->dims) d.value = ON_CPU ? d.cpu_default : d.cuda_default;
+    }
+    Harness(const Harness &) = delete;
+    ~Harness() { release(); }
+
+    // Parses the command line, finds the device and runs the race of the chosen type. Returns the exit status.
+    template <typename Table, typename Race>
+    int main(int argc, char **argv, const Table &versions, Race fp32, Race fp16, Race bf16) {
+        for (const auto &v : versions) catalogue.push_back({v.number, v.name, v.idea});
+        version = catalogue.back().number;
+        parse(argc, argv);
+        if (list) return print_list();
+        report = json_path == "-" ? stderr : stdout;
+        find_device();
+        try {
+            (dtype == "fp32" ? fp32 : dtype == "fp16" ? fp16 : bf16)(*this);
+        } catch (const std::bad_alloc &) {
+            refuse(EXIT_NO_DEVICE, "out of memory on the host: the inputs and the check need more than there is");
+        }
+        return status_so_far;
+    }
+
+    int dim(char flag) const {
+        for (const Dim &d : dims) {
+            if (d.flag == flag) return d.value;
+        }
+        return 0;
+    }
+
+    // ---- what the race asks for ----
+
+    // N ids in 0..V-1 from the chosen source, on the device; the host's copy is host_tokens.
+    const int *tokens(long long N, int V) {
+        host_tokens = make_tokens(N, V);
+        int *device = allocate<int>(N);
+        if (device) cudaCheck(cudaMemcpy(device, host_tokens.data(), N * sizeof(int), cudaMemcpyHostToDevice));
+        return device;
+    }
+
+    long long distinct_tokens() const {
+        std::vector<bool> seen(host_tokens.empty() ? 0 : *std::max_element(host_tokens.begin(), host_tokens.end()) + 1);
+        for (int id : host_tokens) seen[id] = true;
+        return std::count(seen.begin(), seen.end(), true);
+    }
+
+    // A device array filled with values[0..count-1].
+    template <typename floatX>
+    floatX *input(const Values<floatX> &values, long long count) {
+        floatX *device = allocate<floatX>(count);
+        if (device) {
+            fill_values_kernel<floatX><<<fill_grid(count), 256>>>(device, values, count);
+            cudaCheck(cudaGetLastError());
+        }
+        return device;
+    }
+
+    status_word *status() {
+        status_device = allocate<status_word>(1);
+        if (status_device) cudaCheck(cudaMemset(status_device, 0xff, sizeof(status_word)));
+        return status_device;
+    }
+
+    // A device array (rows, cols) that the kernel writes whole. Before a check it is poisoned, with a guard zone on
+    // either side; the check wants every element written, the guards untouched, and every row (or a sample of them,
+    // where that would take over 2e9 operations) within allowed_ulps of reference(row, r), which fills cols doubles.
+    template <typename floatX>
+    floatX *output(const char *what, long long rows, long long cols, double allowed_ulps,
+                   std::function<void(double *row, long long r)> reference) {
+        char *base = allocate<char>(rows * cols * (long long)sizeof(floatX) + 2 * GUARD);
+        floatX *data = base ? (floatX *)(base + GUARD) : nullptr;
+        const size_t size = rows * cols * sizeof(floatX);
+        allowed_error = allowed_ulps;
+        poison_outputs.push_back([=] { cudaCheck(cudaMemset(base, 0xff, size + 2 * GUARD)); });
+        check_outputs.push_back([=] { return check_output(what, data, rows, cols, allowed_ulps, reference); });
+        run_reference.push_back([=] {
+            std::vector<double> row(cols);
+            for (long long r = 0; r < rows; r++) reference(row.data(), r);
+        });
+        return data;
+    }
+
+    // Checks and times the chosen versions. launch(launcher, block_size, stream) makes one call.
+    template <typename Launcher, size_t count, typename Launch>
+    void race(const Version<Launcher> (&table)[count], Launch launch) {
+        if (version == 0) return race_reference();
+        allocate_scratch();
+        if (out_of_memory) {
+            size_t free_bytes = 0, total_bytes = 0;
+            release();
+            cudaMemGetInfo(&free_bytes, &total_bytes);
+            refuse(EXIT_NO_DEVICE, "out of memory: needs %.2f GiB on the device, %.2f GiB are free",
+                   needed_bytes / 0x1p30, free_bytes / 0x1p30);
+        }
+        cudaCheck(cudaStreamCreate(&stream));
+        cudaCheck(cudaDeviceSynchronize());
+        if (do_bench && !ON_CPU) measure_copy();
+        print_device();
+        for (const Version<Launcher> &row : table) {
+            if (version != -1 && row.number != version) continue;
+            race_version(row.number, row.name, [&](int block, cudaStream_t s) { return launch(row.launch, block, s); });
+        }
+        if (version == -1 && do_bench) print_summary();
+    }
+
+    // ---- refusing ----
+
+    [[noreturn]] __attribute__((format(printf, 3, 4))) void refuse(ExitStatus status, const char *format, ...) {
+        va_list arguments;
+        va_start(arguments, format);
+        fprintf(stderr, "%s: ", name);
+        vfprintf(stderr, format, arguments);
+        fprintf(stderr, "\n");
+        va_end(arguments);
+        release();
+        exit(status);
+    }
+
+  private:
+    static constexpr long long GUARD = 1 << 16;  // bytes; more than a row of most shapes, and keeps the alignment
+
+    struct Entry {
+        int number;
+        const char *name, *idea;
+    };
+
+    std::vector<Entry> catalogue;
+    std::vector<void *> allocations;
+    size_t needed_bytes = 0;
+    bool out_of_memory = false;
+    cudaDeviceProp device = {};
+    cudaStream_t stream = nullptr;
+    status_word *status_device = nullptr;
+    double copy_gbps = 0, allowed_error = 0, max_error = 0;
+    char *scratch = nullptr;
+    size_t scratch_bytes = 0, flush_bytes = 0;
+    std::vector<std::function<void()>> poison_outputs, run_reference;
+    std::vector<std::function<CheckResult()>> check_outputs;
+    std::vector<Record> best_records;
+    FILE *report = stdout;
+    int status_so_far = EXIT_OK;
+
+    // ---- the command line ----
+
+    long long parse_integer(const char *option, const char *text, long long least, long long most) {
+        char *end = nullptr;
+        errno = 0;
+        const long long value = strtoll(text, &end, 10);
+        if (*text == '\0' || *end != '\0' || errno != 0 || value < least || value > most) {
+            refuse(EXIT_BAD_INPUT, "%s: '%s' is not an integer from %lld to %lld", option, text, least, most);
+        }
+        return value;
+    }
+
+    void parse(int argc, char **argv) {
+        bool version_given = false;
+        for (int i = 1; i < argc; i++) {
+            const std::string option = argv[i];
+            auto argument = [&]() -> const char * {
+                if (i + 1 >= argc) refuse(EXIT_BAD_INPUT, "%s needs a value (see --help)", option.c_str());
+                return argv[++i];
+            };
+            auto dim = std::find_if(dims.begin(), dims.end(),
+                                    [&](const Dim &d) { return option == std::string("-") + d.flag; });
+            if (dim != dims.end()) {
+                dim->value = (int)parse_integer(option.c_str(), argument(), 1, INT32_MAX);
+            } else if (option == "--dtype") {
+                dtype = argument();
+                if (dtype != "fp32" && dtype != "fp16" && dtype != "bf16") {
+                    refuse(EXIT_BAD_INPUT, "--dtype: '%s' is not one of fp32, fp16, bf16", dtype.c_str());
+                }
+            } else if (option == "--tokens") {
+                token_source = argument();
+            } else if (option == "--block-size") {
+                block_size = (int)parse_integer("--block-size", argument(), 32, 1024);
+                if (block_size % WARP_SIZE != 0) {
+                    refuse(EXIT_BAD_INPUT, "--block-size: '%d' is not a multiple of 32 from 32 to 1024", block_size);
+                }
+            } else if (option == "--repeat") {
+                repeat = (int)parse_integer("--repeat", argument(), 1, 1000000);
+            } else if (option == "--seed") {
+                seed = (uint64_t)parse_integer("--seed", argument(), 0, INT64_MAX);
+            } else if (option == "--json") {
+                json_path = argument();
+            } else if (option == "--check") {
+                do_bench = false;
+            } else if (option == "--bench") {
+                do_check = false;
+            } else if (option == "--list") {
+                list = true;
+            } else if (option == "--help" || option == "-h") {
+                print_help();
+                exit(EXIT_OK);
+            } else if (option[0] == '-') {
+                refuse(EXIT_BAD_INPUT, "unknown option '%s' (see --help)", option.c_str());
+            } else if (version_given) {
+                refuse(EXIT_BAD_INPUT, "a second version, '%s': give one, or all", option.c_str());
+            } else {
+                version_given = true;
+                version = parse_version(option);
+            }
+        }
+        if (!do_check && !do_bench)
+            refuse(EXIT_BAD_INPUT, "--check and --bench exclude each other: give one, or neither");
+        if (!json_path.empty() && json_path != "-" && !list) require_writable(json_path);
+    }
+
+    int parse_version(const std::string &text) {
+        if (text == "all") return -1;
+        for (const Entry &e : catalogue) {
+            if (text == std::to_string(e.number)) return e.number;
+        }
+        if (text == "0") return 0;
+        std::string allowed = "0";
+        for (const Entry &e : catalogue) allowed += ", " + std::to_string(e.number);
+        refuse(EXIT_BAD_INPUT, "version '%s' is not one of %s, all (see --list)", text.c_str(), allowed.c_str());
+    }
+
+    // Without touching the file: a run that is refused later must leave nothing behind.
+    void require_writable(const std::string &path) {
+        const size_t slash = path.rfind('/');
+        const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+        const bool exists = access(path.c_str(), F_OK) == 0;
+        const int descriptor = exists ? open(path.c_str(), O_WRONLY | O_APPEND) : -1;
+        if (descriptor >= 0) close(descriptor);
+        if (exists ? descriptor < 0 : access(folder.c_str(), W_OK) != 0) {
+            refuse(EXIT_BAD_INPUT, "--json: cannot write '%s': %s", path.c_str(), strerror(errno));
+        }
+    }
+
+    void print_help() {
+        printf("%s: %s\n\nusage: ./%s [VERSION|all] [options]\n", name, title, name);
+        printf("  VERSION 0 is the CPU reference alone; none given: %d, the best known; --list shows them\n\n",
+               version);
+        for (const Dim &d : dims) printf("  -%c INT              %s, default %d\n", d.flag, d.name, d.value);
+        printf("  --dtype TYPE        fp32, fp16 or bf16; default bf16\n");
+        printf(
+            "  --tokens SOURCE     uniform, zipf (exponent 1.1, shuffled), one (all the same), or a token file of "
+            "llm.c's\n");
+        printf("                      (its first B*T ids); default uniform\n");
+        printf(
+            "  --block-size INT    threads a block, a multiple of 32 up to 1024; default: 32, 64, 128, 256, 512, "
+            "1024\n");
+        printf("  --check | --bench   only check, or only time\n");
+        printf("  --repeat INT        cold runs a measurement; default: until the median settles, 5 at least\n");
+        printf("  --seed INT          of the inputs; default 42\n");
+        printf("  --json FILE         append one JSON object a line (- for standard output)\n");
+        printf("  --list              the versions: number, name, idea\n");
+        printf(
+            "\nexit status: 0 as expected; 1 a result was wrong; 2 bad command line or input file; 3 no device, or too "
+            "little memory\n");
+    }
+
+    int print_list() {
+        for (const Entry &e : catalogue) {
+            if (json_path.empty()) {
+                printf("%d  %-16s %s\n", e.number, e.name, e.idea);
+            } else {
+                printf("{\"kernel\": \"%s\", \"version\": %d, \"name\": \"%s\", \"idea\": \"%s\"}\n", name, e.number,
+                       e.name, e.idea);
+            }
+        }
+        return EXIT_OK;
+    }
+
+    // ---- the device and its memory ----
+
+    void find_device() {
+        int count = 0;
+        const cudaError_t error = cudaGetDeviceCount(&count);
+        if (error != cudaSuccess || count == 0) {
+            refuse(EXIT_NO_DEVICE, "no CUDA device: %s (make DEVICE=cpu builds for the CPU)",
+                   cudaGetErrorString(error));
+        }
+        cudaCheck(cudaSetDevice(0));
+        cudaCheck(cudaGetDeviceProperties(&device, 0));
+        fill_values_kernel<float><<<1, 32>>>((float *)nullptr, Values<float>(0, 0), 0LL);
+        const cudaError_t launched = cudaGetLastError();
+        if (launched != cudaSuccess) {
+            refuse(EXIT_NO_DEVICE, "%s (sm_%d%d) cannot run this build: %s", device.name, device.major, device.minor,
+                   cudaGetErrorString(launched));
+        }
+    }
+
+    // Null once memory has run out; the total goes on counting, so that the refusal can say what was needed.
+    template <typename T>
+    T *allocate(long long count) {
+        const size_t size = std::max((size_t)count, (size_t)1) * sizeof(T);
+        needed_bytes += size;
+        void *memory = nullptr;
+        if (!out_of_memory && cudaMalloc(&memory, size) != cudaSuccess) {
+            cudaGetLastError();  // the error is dealt with here; it must not surface at the next launch
+            out_of_memory = true;
+        }
+        if (memory) allocations.push_back(memory);
+        return out_of_memory ? nullptr : (T *)memory;
+    }
+
+    void release() {
+        if (stream) cudaStreamDestroy(stream);
+        stream = nullptr;
+        for (void *memory : allocations) cudaFree(memory);
+        allocations.clear();
+    }
+
+    static unsigned fill_grid(long long count) {
+        return (unsigned)std::min(ceil_div(std::max(count, 1LL), 256LL), 65536LL);
+    }
+
+    // One piece for both the flush of the L2 and the two sides of the copy.
+    void allocate_scratch() {
+        if (!do_bench || ON_CPU) return;
+        flush_bytes = 4 * (size_t)device.l2CacheSize;
+        scratch_bytes = std::max(2 * std::min((size_t)1 << 30, device.totalGlobalMem / 32), flush_bytes);
+        scratch = allocate<char>(scratch_bytes);
+    }
+
+    // ---- token ids ----
+
+    std::vector<int> make_tokens(long long N, int V) {
+        const Random random(1000, seed);
+        if (token_source == "uniform") {
+            std::vector<int> ids(N);
+            for (long long i = 0; i < N; i++) ids[i] = (int)(random.uniform(i) * V);
+            return ids;
+        }
+        if (token_source == "one") return std::vector<int>(N, V / 2);
+        if (token_source == "zipf") return zipf_tokens(N, V, random);
+        return read_token_file(token_source.c_str(), N, V);
+    }
+
+    // Rank r has weight r^-1.1; which id has which rank is shuffled, so that hot rows lie anywhere in the table.
+    std::vector<int> zipf_tokens(long long N, int V, const Random &random) {
+        std::vector<double> cumulative(V);
+        std::vector<int> id_of_rank(V), ids(N);
+        double sum = 0;
+        for (int r = 0; r < V; r++) {
+            cumulative[r] = sum += pow(r + 1.0, -1.1);
+            id_of_rank[r] = r;
+        }
+        const Random shuffle(1001, seed);
+        for (int r = V - 1; r > 0; r--) std::swap(id_of_rank[r], id_of_rank[(int)(shuffle.uniform(r) * (r + 1))]);
+        for (long long i = 0; i < N; i++) {
+            const auto rank = std::upper_bound(cumulative.begin(), cumulative.end(), random.uniform(i) * sum);
+            ids[i] = id_of_rank[std::min<long long>(rank - cumulative.begin(), V - 1)];
+        }
+        return ids;
+    }
+
+    // llm.c's token files: 256 int32 of header (magic, version, count), then the ids: uint16 after magic 20240520
+    // version 1 (GPT-2), uint32 after magic 20240801 version 7 (Llama 3). Read in full and checked in full.
+    std::vector<int> read_token_file(const char *path, long long N, int V) {
+        FILE *file = fopen(path, "rb");
+        if (!file) {
+            refuse(EXIT_BAD_INPUT, "--tokens: '%s' is not uniform, zipf or one, nor a file that opens: %s", path,
+                   strerror(errno));
+        }
+        int32_t header[256] = {};
+        const bool whole_header = fread(header, sizeof(int32_t), 256, file) == 256;
+        const int width = header[0] == 20240520 && header[1] == 1 ? 2 : header[0] == 20240801 && header[1] == 7 ? 4 : 0;
+        std::vector<unsigned char> data;
+        if (whole_header && width > 0) {
+            unsigned char buffer[1 << 16];
+            size_t got;
+            while ((got = fread(buffer, 1, sizeof(buffer), file)) > 0) data.insert(data.end(), buffer, buffer + got);
+        }
+        const bool failed = ferror(file) != 0;
+        fclose(file);
+        if (failed) refuse(EXIT_BAD_INPUT, "--tokens: cannot read '%s'", path);
+        if (!whole_header)
+            refuse(EXIT_BAD_INPUT, "--tokens: '%s' is shorter than a token file's header of 1024 bytes", path);
+        if (width == 0) {
+            refuse(EXIT_BAD_INPUT,
+                   "--tokens: '%s' has magic %d version %d; a token file has 20240520 version 1 or 20240801 version 7",
+                   path, header[0], header[1]);
+        }
+        const long long count = header[2];
+        if (count < 0 || (long long)data.size() != count * width) {
+            refuse(EXIT_BAD_INPUT, "--tokens: '%s' says %lld tokens of %d bytes, and %zu bytes follow its header", path,
+                   count, width, data.size());
+        }
+        std::vector<int> ids(count);
+        for (long long i = 0; i < count; i++) {
+            uint32_t id = 0;
+            memcpy(&id, &data[i * width], width);  // both little-endian, like every machine with CUDA
+            if (id >= (uint32_t)V) {
+                refuse(EXIT_BAD_INPUT, "--tokens: '%s' has id %u at position %lld; -v %d allows 0 to %d", path, id, i,
+                       V, V - 1);
+            }
+            ids[i] = (int)id;
+        }
+        if (count < N) refuse(EXIT_BAD_INPUT, "--tokens: '%s' has %lld tokens; B*T = %lld are needed", path, count, N);
+        ids.resize(N);
+        return ids;
+    }
+
+    // ---- checking ----
+
+    template <typename floatX>
+    CheckResult check_output(const char *what, const floatX *data, long long rows, long long cols, double allowed,
+                             const std::function<void(double *, long long)> &reference) {
+        CheckResult result;
+        auto wrong = [&](const std::string &message) {
+            result.ok = false;
+            result.message = message;
+            return result;
+        };
+        const unsigned char *begin = (const unsigned char *)data, *end = (const unsigned char *)(data + rows * cols);
+        const long long outside = count_poison(begin - GUARD, GUARD, 1, true) + count_poison(end, GUARD, 1, true);
+        if (outside > 0) return wrong(format("%s: %lld bytes written outside it", what, outside));
+        const long long unwritten = count_poison(begin, rows * cols, sizeof(floatX), false);
+        if (unwritten > 0) return wrong(format("%s: %lld of %lld elements not written", what, unwritten, rows * cols));
+
+        const std::vector<long long> sample = rows_to_check(rows, cols);
+        const long long chunk = std::max(1LL, (long long)(1 << 26) / std::max(cols * (long long)sizeof(floatX), 1LL));
+        std::vector<floatX> host;
+        for (size_t first = 0; first < sample.size(); first += chunk) {
+            const size_t last = std::min(sample.size(), first + (size_t)chunk);
+            host.resize((last - first) * cols);
+            for (size_t i = first; i < last;) {  // runs of neighbouring rows travel together
+                size_t j = i + 1;
+                while (j < last && sample[j] == sample[j - 1] + 1) j++;
+                cudaCheck(cudaMemcpy(&host[(i - first) * cols], data + sample[i] * cols,
+                                     (j - i) * cols * sizeof(floatX), cudaMemcpyDeviceToHost));
+                i = j;
+            }
+            std::vector<CheckResult> parts = in_parallel(last - first, [&](size_t from, size_t to) {
+                return compare_rows(what, &host[from * cols], &sample[first + from], to - from, cols, allowed,
+                                    reference);
+            });
+            for (const CheckResult &part : parts) {
+                result.elements += part.elements;
+                result.max_error = std::max(result.max_error, part.max_error);
+                if (!part.ok && result.ok) wrong(part.message);
+            }
+        }
+        return result;
+    }
+
+    // A row a time against the reference; keeps the first element that is off, and the largest error.
+    template <typename floatX>
+    static CheckResult compare_rows(const char *what, const floatX *got, const long long *rows, size_t count,
+                                    long long cols, double allowed,
+                                    const std::function<void(double *, long long)> &reference) {
+        CheckResult result;
+        std::vector<double> row(cols);
+        for (size_t r = 0; r < count; r++) {
+            reference(row.data(), rows[r]);
+            for (long long c = 0; c < cols; c++) {
+                const double error = ulps_apart(got[r * cols + c], row[c]);
+                result.max_error = std::max(result.max_error, error);
+                if (error > allowed && result.ok) {
+                    result.ok = false;
+                    result.message = format("%s[%lld,%lld] is %g, should be %g", what, rows[r], c,
+                                            (double)(float)got[r * cols + c], row[c]);
+                }
+            }
+        }
+        result.elements = (long long)count * cols;
+        return result;
+    }
+
+    // All rows; or, where that is over 2e9 operations, the first and last few and others at random, in order.
+    std::vector<long long> rows_to_check(long long rows, long long cols) const {
+        std::vector<long long> sample;
+        if ((double)rows * cols <= 2e9) {
+            for (long long r = 0; r < rows; r++) sample.push_back(r);
+            return sample;
+        }
+        const Random random(1002, seed);
+        const long long count = std::min(rows, std::max(256LL, (long long)(2e8 / cols)));
+        for (long long i = 0; i < count; i++) {
+            sample.push_back(i < 16   ? i % rows
+                             : i < 32 ? (rows + 31 - i) % rows
+                                      : (long long)(random.uniform(i) * rows));
+        }
+        std::sort(sample.begin(), sample.end());
+        sample.erase(std::unique(sample.begin(), sample.end()), sample.end());
+        return sample;
+    }
+
+    long long count_poison(const unsigned char *data, long long count, int size, bool expect_poison) {
+        unsigned long long *found = nullptr, result = 0;
+        cudaCheck(cudaMalloc((void **)&found, sizeof(*found)));
+        cudaCheck(cudaMemset(found, 0, sizeof(*found)));
+        count_poison_kernel<<<fill_grid(count), 256>>>(found, data, count, size, expect_poison);
+        cudaCheck(cudaGetLastError());
+        cudaCheck(cudaMemcpy(&result, found, sizeof(result), cudaMemcpyDeviceToHost));
+        cudaCheck(cudaFree(found));
+        return (long long)result;
+    }
+
+    // work(from, to) over pieces of 0..count-1, a piece a core.
+    template <typename Work>
+    static std::vector<CheckResult> in_parallel(size_t count, Work work) {
+        const size_t pieces = std::max<size_t>(1, std::min<size_t>(count, std::thread::hardware_concurrency()));
+        std::vector<CheckResult> results(pieces);
+        std::vector<std::thread> threads;
+        for (size_t p = 0; p < pieces; p++) {
+            threads.emplace_back([&, p] { results[p] = work(count * p / pieces, count * (p + 1) / pieces); });
+        }
+        for (std::thread &t : threads) t.join();
+        return results;
+    }
+
+    // Poisons the outputs, makes one launch, compares everything.
+    template <typename LaunchOne>
+    CheckResult check_once(LaunchOne launch, int block) {
+        for (auto &poison : poison_outputs) poison();
+        cudaCheck(cudaDeviceSynchronize());
+        cudaError_t error = launch(block, stream);
+        if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+        CheckResult all;
+        if (error != cudaSuccess) {
+            all.ok = false;
+            all.message = format("launch failed: %s", cudaGetErrorString(error));
+            return all;
+        }
+        for (auto &check : check_outputs) {
+            const CheckResult one = check();
+            all.elements += one.elements;
+            all.max_error = std::max(all.max_error, one.max_error);
+            if (!one.ok && all.ok) {
+                all.ok = false;
+                all.message = one.message;
+            }
+        }
+        if (all.ok && status_device) {
+            status_word status = 0;
+            cudaCheck(cudaMemcpy(&status, status_device, sizeof(status), cudaMemcpyDeviceToHost));
+            all.ok = status == STATUS_OK;
+            if (!all.ok)
+                all.message = format("the status word reports a bad id at position %llu; there is none", status);
+        }
+        return all;
+    }
+
+    // ---- timing ----
+
+    // The L2 is flushed by writing, as work before this one would leave it: full of dirty lines, whose way back to DRAM
+    // this kernel pays for, and it leaves its own behind. Reading instead would flatter every kernel that writes.
+    void flush() {
+        if (scratch) cudaCheck(cudaMemsetAsync(scratch, 0, flush_bytes, stream));
+    }
+
+    // Milliseconds of `runs` launches, each between two events of its own; all are queued before the first is waited
+    // for, so that the time to issue a launch hides behind the flush.
+    template <typename Enqueue>
+    std::vector<double> time_cold(int runs, Enqueue enqueue) {
+        std::vector<cudaEvent_t> events(2 * runs);
+        for (cudaEvent_t &event : events) cudaCheck(cudaEventCreate(&event));
+        for (int i = 0; i < runs; i++) {
+            flush();
+            cudaCheck(cudaEventRecord(events[2 * i], stream));
+            cudaCheck(enqueue());
+            cudaCheck(cudaEventRecord(events[2 * i + 1], stream));
+        }
+        cudaCheck(cudaStreamSynchronize(stream));
+        std::vector<double> milliseconds(runs);
+        for (int i = 0; i < runs; i++) {
+            float elapsed = 0;
+            cudaCheck(cudaEventElapsedTime(&elapsed, events[2 * i], events[2 * i + 1]));
+            milliseconds[i] = elapsed;
+        }
+        for (cudaEvent_t event : events) cudaCheck(cudaEventDestroy(event));
+        return milliseconds;
+    }
+
+    static double quantile(std::vector<double> values, double q) {
+        std::sort(values.begin(), values.end());
+        return values[(size_t)(q * (values.size() - 1) + 0.5)];
+    }
+
+    static double seconds_now() {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    }
+
+    // Cold: batches until the median stands still (within 0.5% of the batch before, 20 runs at least) or the time is
+    // up. Hot: a graph of launches, replayed. Both after a warm-up long enough for the clocks to rise.
+    template <typename Enqueue>
+    Times measure(Enqueue enqueue) {
+        const double warm_seconds = ON_CPU ? 0.0 : 0.05, budget_seconds = ON_CPU ? 0.05 : 0.4;
+        const int batch = repeat > 0 ? repeat : ON_CPU ? 5 : 10;
+        double start = seconds_now();
+        do time_cold(ON_CPU ? 1 : 10, enqueue);
+        while (seconds_now() - start < warm_seconds);
+        std::vector<double> all;
+        start = seconds_now();
+        for (double settled = -1;;) {
+            const std::vector<double> some = time_cold(batch, enqueue);
+            all.insert(all.end(), some.begin(), some.end());
+            const double median = quantile(all, 0.5);
+            if (repeat > 0 || seconds_now() - start > budget_seconds) break;
+            if (all.size() >= 20 && fabs(median - settled) <= 0.005 * median) break;
+            settled = median;
+        }
+        Times times;
+        times.runs = (int)all.size();
+        times.min = quantile(all, 0.0);
+        times.median = quantile(all, 0.5);
+        times.p90 = quantile(all, 0.9);
+        times.hot = time_hot(enqueue, times.median);
+        return times;
+    }
+
+    template <typename Enqueue>
+    double time_hot(Enqueue enqueue, double estimate) {
+        const int launches = ON_CPU ? 3 : std::max(5, std::min(200, (int)(5.0 / std::max(estimate, 1e-3))));
+        cudaGraph_t graph;
+        cudaGraphExec_t executable;
+        cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        for (int i = 0; i < launches; i++) cudaCheck(enqueue());
+        cudaCheck(cudaStreamEndCapture(stream, &graph));
+        cudaCheck(cudaGraphInstantiate(&executable, graph, 0));
+        cudaCheck(cudaGraphLaunch(executable, stream));
+        std::vector<double> replays;
+        for (int i = 0; i < (ON_CPU ? 1 : 5); i++) {
+            cudaEvent_t begin, end;
+            cudaCheck(cudaEventCreate(&begin));
+            cudaCheck(cudaEventCreate(&end));
+            cudaCheck(cudaEventRecord(begin, stream));
+            cudaCheck(cudaGraphLaunch(executable, stream));
+            cudaCheck(cudaEventRecord(end, stream));
+            cudaCheck(cudaStreamSynchronize(stream));
+            float elapsed = 0;
+            cudaCheck(cudaEventElapsedTime(&elapsed, begin, end));
+            replays.push_back(elapsed / launches);
+            cudaCheck(cudaEventDestroy(begin));
+            cudaCheck(cudaEventDestroy(end));
+        }
+        cudaCheck(cudaGraphExecDestroy(executable));
+        cudaCheck(cudaGraphDestroy(graph));
+        return quantile(replays, 0.5);
+    }
+
+    // Bytes read plus bytes written a second by the driver's own copy, from one half of the scratch to the other.
+    void measure_copy() {
+        const size_t half = scratch_bytes / 2;
+        auto copy = [&] { return cudaMemcpyAsync(scratch + half, scratch, half, cudaMemcpyDeviceToDevice, stream); };
+        time_cold(10, copy);
+        copy_gbps = 2.0 * half / quantile(time_cold(20, copy), 0.5) * 1e-6;
+    }
+
+    // ---- one version ----
+
+    template <typename LaunchOne>
+    void race_version(int number, const char *version_name, LaunchOne launch) {
+        print_heading(number, version_name);
+        std::vector<int> sizes = {32, 64, 128, 256, 512, 1024};
+        if (block_size > 0) sizes = {block_size};
+        max_error = 0;
+        if (do_check && !check_version(sizes, launch)) {
+            status_so_far = EXIT_WRONG;
+            write_json({number, version_name, 0, {}});
+            return;
+        }
+        if (!do_bench) return write_json({number, version_name, 0, {}});
+        std::vector<Record> records;
+        for (int size : sizes) {
+            records.push_back({number, version_name, size, measure([&] { return launch(size, stream); })});
+        }
+        auto faster = [](const Record &a, const Record &b) { return a.times.median < b.times.median; };
+        Record &best = *std::min_element(records.begin(), records.end(), faster);
+        best.best = true;
+        for (const Record &r : records) {
+            fprintf(report, "block_size %4d | time %.4f ms | bandwidth %.2f GB/s", r.block_size, r.times.median,
+                    gbps(r.times.median));
+            if (copy_gbps > 0) fprintf(report, " | %5.1f%% of copy", 100 * gbps(r.times.median) / copy_gbps);
+            fprintf(report, "%s\n", r.best ? "  <- best" : "");
+            write_json(r);
+        }
+        best_records.push_back(best);
+        fflush(report);
+    }
+
+    // Every block size that will be timed. One line, whether all is well or not.
+    template <typename LaunchOne>
+    bool check_version(const std::vector<int> &sizes, LaunchOne launch) {
+        CheckResult all;
+        for (int size : sizes) {
+            all = check_once(launch, size);
+            max_error = std::max(max_error, all.max_error);
+            if (!all.ok) {
+                fprintf(report, "check: block_size %d: %s: WRONG\n", size, all.message.c_str());
+                return false;
+            }
+        }
+        fprintf(report, "check: max error %.1f (allowed %g %s ulp) over %lld elements: ok\n", max_error, allowed_error,
+                dtype.c_str(), all.elements);
+        return true;
+    }
+
+    void race_reference() {
+        print_heading(0, "CPU reference");
+        const double start = seconds_now();
+        for (auto &reference : run_reference) reference();
+        fprintf(report, "time %.4f ms (one core, in double)\n", (seconds_now() - start) * 1e3);
+    }
+
+    // ---- reports ----
+
+    double gbps(double milliseconds) const { return milliseconds > 0 ? bytes / milliseconds * 1e-6 : 0; }
+
+    void print_device() {
+        if (ON_CPU) {
+            fprintf(report, "device: %s, %d cores: its times say nothing about a GPU\n", device.name,
+                    device.multiProcessorCount);
+            return;
+        }
+        fprintf(report, "device: %s (sm_%d%d, %d SMs)", device.name, device.major, device.minor,
+                device.multiProcessorCount);
+        if (copy_gbps > 0) fprintf(report, ", copy %.0f GB/s", copy_gbps);
+        fprintf(report, "\n");
+    }
+
+    void print_heading(int number, const char *version_name) {
+        fprintf(report, "%s %d \"%s\":", name, number, version_name);
+        for (const Dim &d : dims) fprintf(report, " %s=%d", d.name, d.value);
+        fprintf(report, " %s tokens=%s\n", dtype.c_str(), token_source.c_str());
+        fflush(report);
+    }
+
+    void print_summary() {
+        fprintf(report, "\n%-8s %-16s %10s %12s %14s", "version", "name", "block_size", "time (ms)", "GB/s");
+        fprintf(report, copy_gbps > 0 ? " %10s\n" : "\n", "% of copy");
+        for (const Record &r : best_records) {
+            fprintf(report, "%-8d %-16s %10d %12.4f %14.2f", r.version, r.name, r.block_size, r.times.median,
+                    gbps(r.times.median));
+            if (copy_gbps > 0) fprintf(report, " %9.1f%%", 100 * gbps(r.times.median) / copy_gbps);
+            fprintf(report, "\n");
+        }
+    }
+
+    // One object a line. Times are absent from a record that was only checked; block_size is 0 there: all were.
+    void write_json(const Record &r) {
+        if (json_path.empty()) return;
+        std::string line = format(
+            "{\"kernel\": \"%s\", \"version\": %d, \"name\": \"%s\", \"device\": \"%s\", \"device_kind\": \"%s\", "
+            "\"dtype\": \"%s\"",
+            name, r.version, r.name, device.name, ON_CPU ? "cpu" : "cuda", dtype.c_str());
+        for (const char *key : {"B", "T", "C", "V", "P"}) {
+            auto dim = std::find_if(dims.begin(), dims.end(), [&](const Dim &d) { return std::string(key) == d.name; });
+            line += dim == dims.end() ? format(", \"%s\": null", key) : format(", \"%s\": %d", key, dim->value);
+        }
+        line +=
+            format(", \"N\": %lld, \"tokens\": %s, \"seed\": %llu, \"block_size\": %d", (long long)dim('b') * dim('t'),
+                   quoted(token_source).c_str(), (unsigned long long)seed, r.block_size);
+        if (r.times.runs > 0) {
+            line += format(
+                ", \"best\": %s, \"runs\": %d, \"time_ms_min\": %.6g, \"time_ms_median\": %.6g, \"time_ms_p90\": %.6g, "
+                "\"time_ms_hot\": %.6g",
+                r.best ? "true" : "false", r.times.runs, r.times.min, r.times.median, r.times.p90, r.times.hot);
+            line += format(", \"bytes\": %.0f, \"gbps\": %.6g, \"copy_gbps\": %s, \"pct_of_copy\": %s", bytes,
+                           gbps(r.times.median), number_or_null(copy_gbps).c_str(),
+                           number_or_null(copy_gbps > 0 ? 100 * gbps(r.times.median) / copy_gbps : 0).c_str());
+            line += format(", \"flops\": %.0f, \"tflops\": %.6g", flops, flops / r.times.median * 1e-9);
+        }
+        line += format(", \"checked\": %s, \"ok\": %s, \"max_error\": %s, \"allowed_error\": %g, \"commit\": \"%s\"}\n",
+                       do_check ? "true" : "false", do_check ? (status_so_far == EXIT_OK ? "true" : "false") : "null",
+                       do_check && std::isfinite(max_error) ? format("%g", max_error).c_str() : "null", allowed_error,
+                       bookends_commit);
+        FILE *file = json_path == "-" ? stdout : fopen(json_path.c_str(), "a");
+        const bool written = file && fputs(line.c_str(), file) >= 0 && fflush(file) == 0;
+        if (file && file != stdout) fclose(file);
+        if (!written) refuse(EXIT_BAD_INPUT, "--json: cannot write '%s': %s", json_path.c_str(), strerror(errno));
+    }
+
+    static std::string number_or_null(double value) { return value > 0 ? format("%.6g", value) : "null"; }
+
+    static std::string quoted(const std::string &text) {
+        std::string result = "\"";
+        for (unsigned char c : text) {
+            if (c == '"' || c == '\\') result += '\\';
+            result += c < 0x20 ? format("\\u%04x", c) : std::string(1, (char)c);
+        }
+        return result + "\"";
+    }
+
+    __attribute__((format(printf, 1, 2))) static std::string format(const char *pattern, ...) {
+        va_list arguments, again;
+        va_start(arguments, pattern);
+        va_copy(again, arguments);
+        std::string text(vsnprintf(nullptr, 0, pattern, arguments), '\0');
+        vsnprintf(&text[0], text.size() + 1, pattern, again);
+        va_end(arguments);
+        va_end(again);
+        return text;
+    }
+};

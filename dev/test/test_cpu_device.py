@@ -1,0 +1,61 @@
+"""Runs dev/test/cpu_device.cu's cases, one test each.
+
+BOOKENDS_BUILD names the build directory (default build/cpu); SANITIZE says, as for make, what it was built with.
+"""
+
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / os.environ.get("BOOKENDS_BUILD", "build/cpu") / "test" / "cpu_device"
+ADDRESS_SANITIZER = "address" in os.environ.get("SANITIZE", "")
+
+
+def run(*arguments, **environment):
+    return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, **environment})
+
+
+def cases():
+    if not PROGRAM.exists():
+        return []
+    return run("--list").stdout.split()
+
+
+def test_is_built():
+    assert PROGRAM.exists(), f"{PROGRAM} is not there: build it, or set BOOKENDS_BUILD"
+    assert cases()
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if not c.startswith("overrun")])
+def test_case(case):
+    result = run(case)
+    if result.returncode == 77:
+        pytest.skip(result.stdout.strip())
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_pool_sizes(threads):
+    for case in ("grid", "block_sum", "atomics", "host_threads"):
+        result = run(case, BOOKENDS_CPU_THREADS=threads)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.skipif(not ADDRESS_SANITIZER, reason="needs a build with SANITIZE=address")
+@pytest.mark.parametrize("case", ["overrun_global", "overrun_shared"])
+def test_overrun_is_seen(case):
+    result = run(case)
+    if result.returncode == 77:
+        pytest.skip(result.stdout.strip())
+    assert result.returncode != 0
+    assert "heap-buffer-overflow" in result.stderr and "write_past" in result.stderr, result.stderr
+
+
+def test_unknown_case():
+    result = run("no such case")
+    assert result.returncode == 2
+    assert "--list" in result.stderr
