@@ -82,8 +82,9 @@ __device__ typename Bits<sizeof(P)>::type to_bits(const P &value) {
     return bits;
 }
 
+// By value: from a reference into device memory the compiler would copy byte by byte, as memcpy promises no alignment.
 template <typename P>
-__device__ P from_bits(const typename Bits<sizeof(P)>::type &bits) {
+__device__ P from_bits(typename Bits<sizeof(P)>::type bits) {
     P value;
     memcpy(&value, &bits, sizeof(P));
     return value;

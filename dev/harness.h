@@ -102,7 +102,7 @@ __global__ void fill_values_kernel(floatX *out, Values<floatX> values, long long
 }
 
 // Counts the elements of `size` bytes that still hold nothing but 0xff, or (expect_poison) that no longer do.
-__global__ inline void count_poison_kernel(unsigned long long *found, const unsigned char *data, long long count,
+static __global__ void count_poison_kernel(unsigned long long *found, const unsigned char *data, long long count,
                                            int size, bool expect_poison) {
     const long long stride = (long long)gridDim.x * blockDim.x;
     unsigned long long mine = 0;

@@ -36,11 +36,14 @@ t launch
 /extern.*__shared__.*\[[[:space:]]*\]/{
     s/alignas([^;]*)//
     s/__align__([^;]*)//
-    s/extern[[:space:]]*__shared__[[:space:]]*\([^;]*[^;[:space:]]\)[[:space:]]\{1,\}\([A-Za-z_][A-Za-z0-9_]*\)[[:space:]]*\[[[:space:]]*\];/\1 *const \2 = static_cast<\1 *>(cpu::dynamic_shared);/
+    s/\[[[:space:]]*\];/[];/
+    s/extern[[:space:]]*__shared__[[:space:]]*\([^;]*[^;[:space:]]\)[[:space:]]\{1,\}\([A-Za-z0-9_]*\)\[\];/\
+\1 *const \2 = static_cast<\1 *>(cpu::dynamic_shared);/
+    s/\n//
 }
 
 # __shared__ T name[n]; keeps its place (the macro makes it thread_local: one OS thread runs a block) and is filled with
 # 0xFF when the block's first thread comes by. C++ wants alignas in front, and static once.
 s/static[[:space:]]\{1,\}__shared__/__shared__/
 s/__shared__[[:space:]]*\(alignas([^()]*\(([^()]*)[^()]*\)*)\)/\1 __shared__/
-s/\(__shared__[^;=]*[^A-Za-z0-9_;=]\)\([A-Za-z_][A-Za-z0-9_]*\)\(\(\[[^];]*\]\)*\)[[:space:]]*;/\1\2\3; cpu::poison(\2);/
+s/\(__shared__[^;=]*[^A-Za-z0-9_;=]\)\([A-Za-z0-9_]\{1,\}\)\(\(\[[^];]*\]\)*\)[[:space:]]*;/\1\2\3; cpu::poison(\2);/

@@ -1,6 +1,6 @@
 // Tests what the CPU device (dev/cpu) must do as a GPU does, on either: the file is plain CUDA.
 //   cpu_device --list     prints the cases, one a line
-//   cpu_device CASE       runs one; exit status 0 it passed, 1 it did not (a line says what), 77 skipped (a line says why)
+//   cpu_device CASE       runs one; exit status 0: passed, 1: failed (a line says how), 77: skipped (a line says why)
 // The cases at the end are about what only the CPU device promises: errors that name the kernel, and poisoned memory.
 
 #include <cuda_bf16.h>
@@ -31,7 +31,9 @@ __attribute__((format(printf, 2, 3))) void expect(bool ok, const char *format, .
     exit(1);
 }
 
-void check(cudaError_t error) { expect(error == cudaSuccess, "%s: %s", cudaGetErrorName(error), cudaGetErrorString(error)); }
+void check(cudaError_t error) {
+    expect(error == cudaSuccess, "%s: %s", cudaGetErrorName(error), cudaGetErrorString(error));
+}
 
 void finish() {
     check(cudaGetLastError());
@@ -451,7 +453,8 @@ __global__ void round_all(const float *x, unsigned short *h, unsigned short *b, 
 // The value of a 16-bit float with so many mantissa bits, by the definition; infinity as if the exponents went on.
 double value_of(unsigned bits, int mantissa_bits) {
     const int exponent_bits = 15 - mantissa_bits, bias = (1 << (exponent_bits - 1)) - 1;
-    const int exponent = bits >> mantissa_bits & ((1 << exponent_bits) - 1), mantissa = bits & ((1 << mantissa_bits) - 1);
+    const int exponent = bits >> mantissa_bits & ((1 << exponent_bits) - 1);
+    const int mantissa = bits & ((1 << mantissa_bits) - 1);
     const double size = exponent == 0 ? ldexp(mantissa, 1 - bias - mantissa_bits)
                                       : ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits);
     return bits & 0x8000 ? -size : size;
@@ -530,7 +533,8 @@ template <class T> void test_arithmetic16() {
         const double p = (float)a[i], q = (float)b[i];
         const T want[] = {(T)(float)(p + q), (T)(float)(p - q), (T)(float)(p * q), p < q ? (T)0.1f : (T)7.0f};
         for (int k = 0; k < 4; k++)
-            expect((float)got[k * 64 + i] == (float)want[k], "operation %d of %g and %g: %g", k, p, q, (float)got[k * 64 + i]);
+            expect((float)got[k * 64 + i] == (float)want[k], "operation %d of %g and %g: %g", k, p, q,
+                   (float)got[k * 64 + i]);
     }
 }
 
@@ -681,7 +685,8 @@ void case_graphs() {
     for (int what = 0; what < 4; what++) {
         check(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal));
         void *p;
-        cudaError_t want = cudaErrorStreamCaptureUnsupported, then = cudaErrorStreamCaptureInvalidated, got = cudaSuccess;
+        cudaError_t got = cudaSuccess, want = cudaErrorStreamCaptureUnsupported;
+        cudaError_t then = cudaErrorStreamCaptureInvalidated;
         if (what == 0) got = cudaStreamSynchronize(s);
         if (what == 1) got = cudaDeviceSynchronize();
         if (what == 2) got = cudaMalloc(&p, 100);
@@ -723,7 +728,7 @@ void case_launch_errors() {
     fill_shared<<<1, 1025, 400>>>(out.p, 100), expect_launch_error(bad, "1025 threads");
     fill_shared<<<1, dim3(32, 33), 400>>>(out.p, 100), expect_launch_error(bad, "32 x 33 threads");
     fill_shared<<<dim3(1, 65536), 32, 400>>>(out.p, 100), expect_launch_error(bad, "65536 blocks in y");
-    fill_shared<<<1, 32, 49156>>>(out.p, 100), expect_launch_error(cudaErrorInvalidValue, "more than 48 KiB, not asked for");
+    fill_shared<<<1, 32, 49156>>>(out.p, 100), expect_launch_error(cudaErrorInvalidValue, "over 48 KiB, not asked for");
     expect_equal(out.get(), {0}, "what was refused does not run");
     cudaDeviceProp properties;
     check(cudaGetDeviceProperties(&properties, 0));
@@ -803,8 +808,9 @@ template <class K> void expect_kernel_error(K kernel, const char *name, int thre
         expect(cudaGetLastError() == error && cudaGetLastError() == error, "the error does not stay");
         expect(cudaMemset(out.p, 0, 4) == error, "work goes on after the error");
         check(cudaDeviceReset());
+        check(cudaMemset(out.p, 0, 64 * sizeof(int)));
         scan_block<<<1, 64>>>(out.p);
-        cudaDeviceReset();
+        expect_equal(out.get(), std::vector<int>(64, 0), "after the reset");
     }
     finish();
 }
@@ -813,14 +819,15 @@ template <class K> void expect_kernel_error(K kernel, const char *name, int thre
 void case_error_barrier() {
     KERNEL_ERROR(barrier_missed, 32, "__syncthreads reached by 31 of 32 threads (1 returned)");
     KERNEL_ERROR(barriers_mixed, 64, "threads wait at __syncthreads and at __syncthreads_count");
-    KERNEL_ERROR(barrier_divergent, 64, "__syncthreads reached by 63 of 64 threads (0 returned, 1 wait in their warp); warp 1: "
-                                        "lanes 0x00000100 wait at __shfl_sync (mask 0xffffffff)");
+    KERNEL_ERROR(barrier_divergent, 64,
+                 "__syncthreads reached by 63 of 64 threads (0 returned, 1 wait in their warp); "
+                 "warp 1: lanes 0x00000100 wait at __shfl_sync (mask 0xffffffff)");
 }
 
 void case_error_warp() {
     KERNEL_ERROR(lane_missing, 32, "lanes 0x000fffff wait at __shfl_down_sync (mask 0xffffffff)");
-    KERNEL_ERROR(operations_mixed, 64, "lanes 0x55555555 wait at __any_sync (mask 0xffffffff), lanes 0xaaaaaaaa wait at "
-                                       "__shfl_xor_sync");
+    KERNEL_ERROR(operations_mixed, 64,
+                 "lanes 0x55555555 wait at __any_sync (mask 0xffffffff), lanes 0xaaaaaaaa wait at __shfl_xor_sync");
     KERNEL_ERROR(source_returned, 64, "lane 0 reads lane 9, which is one that has returned");
     KERNEL_ERROR(source_beyond_block, 16, "lane 0 reads lane 16, which is beyond the block");
     KERNEL_ERROR(outside_own_mask, 32, "__shfl_sync (mask 0x0000ffff) called by lane 16 of warp 0");
@@ -863,8 +870,8 @@ void case_overrun_shared() {
 
 #else
 void only_cpu() { skip("about the CPU device only"); }
-constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_error_trap = only_cpu, case_poison = only_cpu,
-               case_overrun_global = only_cpu, case_overrun_shared = only_cpu;
+constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_error_trap = only_cpu,
+               case_poison = only_cpu, case_overrun_global = only_cpu, case_overrun_shared = only_cpu;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -874,11 +881,12 @@ const struct {
     void (*run)();
 } cases[] = {
 #define CASE(name) {#name, case_##name}
-    CASE(grid), CASE(early_return), CASE(host_threads), CASE(shared_memory), CASE(barrier_loop), CASE(barrier_votes),
-    CASE(block_sum), CASE(shuffles), CASE(votes), CASE(match_and_reduce), CASE(sub_warps), CASE(atomics), CASE(atomics16),
-    CASE(last_block), CASE(widen16), CASE(round16), CASE(arithmetic16), CASE(cache_hints), CASE(vector_types),
-    CASE(intrinsics), CASE(streams), CASE(graphs), CASE(launch_errors), CASE(error_barrier), CASE(error_warp),
-    CASE(error_trap), CASE(poison), CASE(overrun_global), CASE(overrun_shared),
+    CASE(grid), CASE(early_return), CASE(host_threads), CASE(shared_memory), CASE(barrier_loop),
+    CASE(barrier_votes), CASE(block_sum), CASE(shuffles), CASE(votes), CASE(match_and_reduce),
+    CASE(sub_warps), CASE(atomics), CASE(atomics16), CASE(last_block), CASE(widen16), CASE(round16),
+    CASE(arithmetic16), CASE(cache_hints), CASE(vector_types), CASE(intrinsics), CASE(streams), CASE(graphs),
+    CASE(launch_errors), CASE(error_barrier), CASE(error_warp), CASE(error_trap), CASE(poison),
+    CASE(overrun_global), CASE(overrun_shared),
 };
 
 int main(int argc, char **argv) {
