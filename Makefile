@@ -44,14 +44,14 @@ LIBS := -ldl
 PYTHON ?= python3
 TEST_PYTHON := $(shell $(PYTHON) -c 'import numpy, pytest' 2>/dev/null && echo $(PYTHON) || echo build/venv/bin/python)
 
-.PHONY: all run test lib programs profile sass clean help FORCE $(KERNELS)
+.PHONY: all run test lib binaries results profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 all: $(KERNELS) ## every kernel's binary, for the device found (DEVICE=cpu|cuda, ARCHS="80 90", SANITIZE=address|undefined)
 
 help: ## this list
-	@sed -n 's/^\([A-Za-z$$()_]*\):[^#]*## /\1 /p' $(firstword $(MAKEFILE_LIST)) | sed 's/^$$(KERNELS)/KERNEL/' | \
+	@sed -n 's/^\([A-Za-z$$()_]*\):[^#]*## /\1 /p' $(firstword $(MAKEFILE_LIST)) | sed 's/^$$(KERNELS)/KERNEL/; s/($$(KERNELS))/($(KERNELS))/' | \
 	    while read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
 
 $(KERNELS): %: $(BUILD)/% ## one kernel's binary ($(KERNELS)); ./KERNEL is a link to the device last made
@@ -64,11 +64,15 @@ run: all ## the main job: every version of every kernel on real text, checked, t
 	@for kernel in $(KERNELS); do \
 	    ./$$kernel all --tokens dev/data/primer.bin --json $(BUILD)/run.jsonl || exit; echo; done
 
-programs: $(PROGRAMS:%=$(BUILD)/test/%)
+binaries: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so $(PROGRAMS:%=$(BUILD)/test/%)
 
-test: all lib programs $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k layout" passes options to pytest
+test: binaries $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k shapes" passes options to pytest
 	BOOKENDS_BUILD=$(BUILD) BOOKENDS_DEVICE=$(DEVICE) SANITIZE=$(SANITIZE) CXX="$(CXX)" \
 	    $(TEST_PYTHON) -m pytest -q dev/test $(TESTS)
+
+results: ## measures the README's shapes on the GPU at hand, into dev/results, and writes the README's tables
+	scripts/measure.sh
+	scripts/tables.py
 
 profile: all ## K=encoder_forward V=3: what Nsight Compute says of one launch (needs ncu)
 	ncu --set full -k regex:$(K)_kernel -c 1 --clock-control none ./$(K) $(V) --bench --repeat 1 --block-size 256

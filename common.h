@@ -90,6 +90,10 @@ __device__ P from_bits(typename Bits<sizeof(P)>::type bits) {
     return value;
 }
 
+// half2 for half, __nv_bfloat162 for __nv_bfloat16: declared only, to name the type.
+half2 pair_type(half);
+__nv_bfloat162 pair_type(__nv_bfloat16);
+
 // Loads: plain; read-only for the whole kernel, so that L1 may keep it (nc); streaming, read once (cs).
 template <typename P, typename T>
 __device__ P load_packed(const T *address) {
@@ -116,6 +120,21 @@ __device__ void store_packed_cs(T *address, const P &value) {
 template <typename P, typename T>
 __device__ void store_packed_cg(T *address, const P &value) {
     __stcg(reinterpret_cast<typename Bits<sizeof(P)>::type *>(address), to_bits(value));
+}
+
+// a + b, each element's exact sum rounded once; 16-bit elements go two an instruction.
+template <typename T, int N>
+__device__ Packed<T, N> add_packed(Packed<T, N> a, const Packed<T, N> &b) {
+    if constexpr (sizeof(T) == 2 && N > 1) {
+        typedef decltype(pair_type(T())) T2;
+        T2 *sums = reinterpret_cast<T2 *>(a.payload);
+        const T2 *others = reinterpret_cast<const T2 *>(b.payload);
+#pragma unroll
+        for (int k = 0; k < N / 2; k++) sums[k] = __hadd2(sums[k], others[k]);
+    } else {
+        for (int k = 0; k < N; k++) a[k] = (T)((float)a[k] + (float)b[k]);
+    }
+    return a;
 }
 
 // The same at 128 bits, under the names people know from llm.c.

@@ -17,6 +17,8 @@ Run:      ./encoder_forward           the fastest version
           ./encoder_forward all -b 64 --tokens zipf
           ./encoder_forward --help
 */
+#include <algorithm>
+
 #include "common.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -89,54 +91,58 @@ __global__ void encoder_forward_kernel3(floatX *out, const int *inp, const float
     store128(out + i, packed_out);
 }
 
-// A thread owns (t, one vector of the columns, `rows` entries of the batch). Its vector of wpe is read once and stays
-// in registers; the ids, then the rows, are loaded together, so that `rows` x 16 bytes a thread are on their way
-// instead of 16, and the wait for an id is paid once for all of them. out is written with a streaming hint: nobody
-// reads it here, and it would push rows of wte out of the L2.
+// A thread owns one vector of the columns in `rows` positions: neighbours in the batch with the same t, so that the
+// vector of wpe is read once and kept in registers; or, where `rows` does not divide B, neighbours in t (along_t). The
+// ids, then the rows, are loaded together: `rows` x 16 bytes a thread are on their way instead of 16, and the wait for
+// an id is paid once for all of them. Positions past the end repeat the last one: the same value, stored twice by the
+// same thread.
 //
-// The columns are cut into slices of `slice` vectors. Slices are the slowest index of the grid: blocks start in order,
-// so all positions are done for one slice before the next one begins. Version 4 has one slice, the whole row.
+// What it took to get that from the compiler, and out of the memory (H200):
+// - The loads are plain, and none hangs on a condition: a bad id reads row 0 and is put right afterwards. With __ldg, or
+//   with `if (good)` around it, loads sink below the stores of other rows to save registers, and one row is in flight.
+// - No division: block and grid have one dimension each for columns, batch and t. The machine code of a kernel is cold
+//   too, and every 128 bytes of it that are fetched before the first load delay everything at small sizes.
+// - The stores are plain. Streaming hints (st.cs) gain nothing, and cost the next layer, which finds out in the L2.
 //
-// width is the elements a vector: 16 bytes where the rows are aligned for it, fewer where C or a pointer is odd.
-template <typename floatX, int width, int rows>
+// blockIdx.z is the slice of the columns. Blocks start in order of x, then y, then z, so all positions are done for one
+// slice before the next begins. Unless along_t, `rows` divides B.
+template <typename floatX, int width, int rows, bool along_t>
 __global__ void __launch_bounds__(1024)
     encoder_forward_kernel4(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
-                            int B, int T, int C, int V, unsigned slice) {
+                            unsigned B, unsigned T, unsigned C, int V) {
     typedef Packed<floatX, width> vec;
-    const unsigned groups = ceil_div((unsigned)B, (unsigned)rows);
-    long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    const unsigned column = i % slice;
-    i /= slice;
-    const unsigned group = (unsigned)i % groups, t = (unsigned)i / groups % T, which = (unsigned)i / groups / T;
-    const long long c = ((long long)which * slice + column) * width;
-    if (c >= C) return;
+    const unsigned t0 = (blockIdx.x * blockDim.z + threadIdx.z) * (along_t ? rows : 1);
+    const unsigned b0 = (blockIdx.y * blockDim.y + threadIdx.y) * (along_t ? 1 : rows);
+    const unsigned c = (blockIdx.z * blockDim.x + threadIdx.x) * width;
+    if (t0 >= T || b0 >= B || c >= C) return;
+    auto t_of = [&](int k) { return along_t ? min(t0 + k, T - 1) : t0; };
+    auto bt_of = [&](int k) { return (along_t ? b0 : b0 + k) * T + t_of(k); };
 
     int id[rows];
 #pragma unroll
+    for (int k = 0; k < rows; k++) id[k] = inp[bt_of(k)];
+    constexpr int distinct_t = along_t ? rows : 1;
+    vec position[distinct_t], token[rows];
+#pragma unroll
+    for (int k = 0; k < distinct_t; k++) position[k] = load_packed<vec>(wpe + ((size_t)t_of(k) * C + c));
+    bool all_good = true;
+#pragma unroll
     for (int k = 0; k < rows; k++) {
-        const int b = group * rows + k;
-        id[k] = b < B ? __ldg(inp + (long long)b * T + t) : -1;
+        const bool good = id_in_range(id[k], V);
+        all_good = all_good && good;
+        token[k] = load_packed<vec>(wte + ((size_t)(good ? (unsigned)id[k] : 0) * C + c));
     }
-    const vec position = load_packed_nc<vec>(wpe + (long long)t * C + c);
-    vec token[rows];
 #pragma unroll
     for (int k = 0; k < rows; k++) {
-        if (id_in_range(id[k], V)) token[k] = load_packed_nc<vec>(wte + (long long)id[k] * C + c);
+        store_packed(out + ((size_t)bt_of(k) * C + c), add_packed(token[k], position[k % distinct_t]));
     }
-#pragma unroll
+    if (all_good) return;
+#pragma unroll 1
     for (int k = 0; k < rows; k++) {
-        const int b = group * rows + k;
-        if (b >= B) break;
-        const long long bt = (long long)b * T + t;
-        vec sum;
-        if (id_in_range(id[k], V)) {
-#pragma unroll
-            for (int j = 0; j < width; j++) sum[j] = (floatX)((float)token[k][j] + (float)position[j]);
-        } else {
-            for (int j = 0; j < width; j++) sum[j] = quiet_nan<floatX>();
-            if (c == 0) report_bad_id(status, bt);
-        }
-        store_packed_cs(out + bt * C + c, sum);
+        const unsigned bt = bt_of(k);
+        if (id_in_range(inp[bt], V)) continue;
+        for (int j = 0; j < width; j++) out[(size_t)bt * C + c + j] = quiet_nan<floatX>();
+        if (c == 0) report_bad_id(status, bt);
     }
 }
 
@@ -190,42 +196,59 @@ cudaError_t encoder_forward3(floatX *out, const int *inp, const floatX *wte, con
     return cudaGetLastError();
 }
 
-// Kernel 4 at the widest vector that the alignment of the rows allows, in slices of at most slice_bytes.
-template <typename floatX, int width = Packed128<floatX>::size>
+// Kernel 4 in slices of at most slice_bytes, at the widest vector that the alignment of the rows allows. Shapes beyond
+// its 32-bit positions or the limits of a grid go to version 3.
+template <typename floatX, int rows, int width = Packed128<floatX>::size>
 cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
-                                   status_word *status, int B, int T, int C, int V, long long slice_bytes,
-                                   int block_size, cudaStream_t stream) {
+                                   status_word *status, int B, int T, int C, int V, int slice_bytes, int block_size,
+                                   cudaStream_t stream) {
     if constexpr (width > 1) {
         if (vector_width(width, C, out, wte, wpe) < width) {
-            return encoder_forward_slices<floatX, width / 2>(out, inp, wte, wpe, status, B, T, C, V, slice_bytes,
-                                                             block_size, stream);
+            return encoder_forward_slices<floatX, rows, width / 2>(out, inp, wte, wpe, status, B, T, C, V, slice_bytes,
+                                                                   block_size, stream);
         }
     }
-    if ((long long)B * T * C == 0) return cudaSuccess;
-    const int rows = 4;
-    const long long vectors = C / width;
-    const long long slices = ceil_div((long long)C * (long long)sizeof(floatX), slice_bytes);
-    const long long slice = ceil_div(vectors, slices);  // as even as they go
-    const long long threads = slices * T * ceil_div(B, rows) * slice;
-    const unsigned grid_size = ceil_div(threads, (long long)block_size);
-    encoder_forward_kernel4<floatX, width, rows>
-        <<<grid_size, block_size, 0, stream>>>(out, inp, wte, wpe, status, B, T, C, V, (unsigned)slice);
+    const long long N = (long long)B * T;
+    if (N * C == 0) return cudaSuccess;
+    const bool along_t = B % rows != 0;
+    const int vectors = C / width, units_b = along_t ? B : B / rows, units_t = along_t ? ceil_div(T, rows) : T;
+    // As many lanes as a slice has vectors, slices as even as they go; then the batch, so that wpe is read by
+    // neighbours.
+    const int most_lanes = std::min(std::max(slice_bytes / (width * (int)sizeof(floatX)), 1), block_size);
+    const int slices = ceil_div(vectors, most_lanes), lanes = ceil_div(vectors, slices);
+    const int block_b = std::min(units_b, block_size / lanes), block_t = std::min(64, block_size / lanes / block_b);
+    const dim3 block(lanes, block_b, block_t);
+    const dim3 grid(ceil_div(units_t, block_t), ceil_div(units_b, block_b), slices);
+    if (N > UINT32_MAX || grid.y > 65535 || grid.z > 65535) {
+        return encoder_forward3(out, inp, wte, wpe, status, B, T, C, V, block_size, stream);
+    }
+    const floatX *rows_of_wte = V > 0 ? wte : wpe;  // row 0 is read for a bad id: it has to exist
+    if (along_t) {
+        encoder_forward_kernel4<floatX, width, rows, true>
+            <<<grid, block, 0, stream>>>(out, inp, rows_of_wte, wpe, status, B, T, C, V);
+    } else {
+        encoder_forward_kernel4<floatX, width, rows, false>
+            <<<grid, block, 0, stream>>>(out, inp, rows_of_wte, wpe, status, B, T, C, V);
+    }
     return cudaGetLastError();
 }
 
+// Slices as wide as a block: whole rows, where a block covers one.
 template <typename floatX>
 cudaError_t encoder_forward4(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
-    const long long row_bytes = (long long)C * (long long)sizeof(floatX);
-    return encoder_forward_slices(out, inp, wte, wpe, status, B, T, C, V, row_bytes, block_size, stream);
+    return encoder_forward_slices<floatX, 4>(out, inp, wte, wpe, status, B, T, C, V, block_size * 16, block_size,
+                                             stream);
 }
 
-// Slices of 512 bytes: at B*T = 65536 uniform ids, one slice of every row asked for is 18 to 25 MB, well inside an L2
-// of 50 MB or more, where whole rows are 56 to 420 MB. So a row that several positions ask for comes from DRAM once.
+// Slices of 256 bytes. Of B*T = 65536 uniform ids, 37 to 51 thousand are distinct: one such slice of their rows is 9 to
+// 13 MB and stays in the L2 while all positions pass, where whole rows are 56 to 420 MB. So a row comes from DRAM once,
+// however often it is asked for: the bytes read from DRAM fall to the fewest there are (Nsight Compute: 58 MB instead
+// of 78 at C = 768, 459 instead of 560 at C = 4096). Narrower slices than 256 bytes cost more in DRAM than they save.
 template <typename floatX>
 cudaError_t encoder_forward5(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
-    return encoder_forward_slices(out, inp, wte, wpe, status, B, T, C, V, 512, block_size, stream);
+    return encoder_forward_slices<floatX, 2>(out, inp, wte, wpe, status, B, T, C, V, 256, block_size, stream);
 }
 
 template <typename floatX>

@@ -1,0 +1,80 @@
+#!/usr/bin/env python3
+"""Writes what was measured into README.md, between its markers.
+
+    scripts/tables.py            rewrites the README
+    scripts/tables.py --check    exit 1 if it is out of date
+
+    <!-- table nvidia-h200 encoder_forward -->   a table of dev/results/nvidia-h200/encoder_forward.jsonl
+    <!-- output nvidia-h200/run.txt -->          that file of dev/results, as a block of text
+    <!-- end -->                                 ends either
+"""
+import json
+import os
+import re
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+RESULTS = os.path.join(ROOT, "dev", "results")
+README = os.path.join(ROOT, "README.md")
+
+
+def shape(record):
+    sizes = " ".join(f"{key}{record[key]}" for key in "BTCVP" if record[key] is not None)
+    return f"{sizes} {record['dtype']} {record['tokens']}"
+
+
+def table(device, kernel):
+    """One row a shape, one column a version: milliseconds and share of the copy rate at the best block size."""
+    with open(os.path.join(RESULTS, device, kernel + ".jsonl")) as file:
+        records = [json.loads(line) for line in file]
+    best = {}
+    for record in records:
+        if record.get("best"):
+            best.setdefault(shape(record), {})[record["version"]] = record
+    versions = {record["version"]: record["name"] for record in records}
+    lines = ["| shape | " + " | ".join(f"{number} {name}" for number, name in versions.items()) + " |",
+             "|---" * (len(versions) + 1) + "|"]
+    for name, row in best.items():
+        cells = [f"{row[v]['time_ms_median']:.4f} ms, {row[v]['pct_of_copy']:.1f}%" if v in row else "" for v in versions]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    rates = [record["copy_gbps"] for record in best_records(best)]
+    commits = sorted({record["commit"] for record in best_records(best)})
+    lines += ["", f"{records[0]['device']}: median of cold runs at the best block size, and the fewest bytes over that time as a "
+              f"share of the copy rate measured in the same process ({min(rates):.0f} to {max(rates):.0f} GB/s). "
+              f"Built from {', '.join(commits)}."]
+    return "\n".join(lines)
+
+
+def best_records(best):
+    return [record for row in best.values() for record in row.values()]
+
+
+def output(path):
+    with open(os.path.join(RESULTS, path)) as file:
+        return "```\n" + file.read().rstrip("\n") + "\n```"
+
+
+def fill(text):
+    def replace(match):
+        kind, *arguments = match[1].split()
+        body = {"table": table, "output": output}[kind](*arguments)
+        return f"<!-- {match[1]} -->\n{body}\n<!-- end -->"
+    return re.sub(r"<!-- ((?:table|output) [^>]*?) -->\n.*?<!-- end -->", replace, text, flags=re.S)
+
+
+def main():
+    with open(README) as file:
+        old = file.read()
+    new = fill(old)
+    if sys.argv[1:] == ["--check"]:
+        if new != old:
+            sys.exit("README.md: its tables are out of date; run scripts/tables.py")
+    elif sys.argv[1:]:
+        sys.exit(__doc__)
+    elif new != old:
+        with open(README, "w") as file:
+            file.write(new)
+
+
+if __name__ == "__main__":
+    main()
