@@ -198,27 +198,27 @@ cudaError_t encoder_forward3(floatX *out, const int *inp, const floatX *wte, con
 
 // Kernel 4 in slices of at most slice_bytes, at the widest vector that the alignment of the rows allows. Shapes beyond
 // its 32-bit positions or the limits of a grid go to version 3.
-template <typename floatX, int rows, int width = Packed128<floatX>::size>
+template <typename floatX, int width = Packed128<floatX>::size>
 cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
                                    status_word *status, int B, int T, int C, int V, int slice_bytes, int block_size,
                                    cudaStream_t stream) {
     if constexpr (width > 1) {
         if (vector_width(width, C, out, wte, wpe) < width) {
-            return encoder_forward_slices<floatX, rows, width / 2>(out, inp, wte, wpe, status, B, T, C, V, slice_bytes,
-                                                                   block_size, stream);
+            return encoder_forward_slices<floatX, width / 2>(out, inp, wte, wpe, status, B, T, C, V, slice_bytes,
+                                                             block_size, stream);
         }
     }
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
+    const int rows = 4;
     const bool along_t = B % rows != 0;
     const int vectors = C / width, units_b = along_t ? B : B / rows, units_t = along_t ? ceil_div(T, rows) : T;
-    // As many lanes as a slice has vectors, slices as even as they go; then the batch, so that wpe is read by
-    // neighbours.
-    const int most_lanes = std::min(std::max(slice_bytes / (width * (int)sizeof(floatX)), 1), block_size);
-    const int slices = ceil_div(vectors, most_lanes), lanes = ceil_div(vectors, slices);
+    // A slice is a power of two of vectors, the last one may be short: slices that share a 32-byte sector of out would
+    // make the L2 read it back from DRAM before it is whole. Then the batch, so that neighbours read the same wpe.
+    const int lanes = std::min({slice_bytes / (width * (int)sizeof(floatX)), block_size, vectors});
     const int block_b = std::min(units_b, block_size / lanes), block_t = std::min(64, block_size / lanes / block_b);
     const dim3 block(lanes, block_b, block_t);
-    const dim3 grid(ceil_div(units_t, block_t), ceil_div(units_b, block_b), slices);
+    const dim3 grid(ceil_div(units_t, block_t), ceil_div(units_b, block_b), ceil_div(vectors, lanes));
     if (N > UINT32_MAX || grid.y > 65535 || grid.z > 65535) {
         return encoder_forward3(out, inp, wte, wpe, status, B, T, C, V, block_size, stream);
     }
@@ -237,8 +237,7 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
 template <typename floatX>
 cudaError_t encoder_forward4(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
-    return encoder_forward_slices<floatX, 4>(out, inp, wte, wpe, status, B, T, C, V, block_size * 16, block_size,
-                                             stream);
+    return encoder_forward_slices(out, inp, wte, wpe, status, B, T, C, V, block_size * 16, block_size, stream);
 }
 
 // Slices of 256 bytes. Of B*T = 65536 uniform ids, 37 to 51 thousand are distinct: one such slice of their rows is 9 to
@@ -248,7 +247,7 @@ cudaError_t encoder_forward4(floatX *out, const int *inp, const floatX *wte, con
 template <typename floatX>
 cudaError_t encoder_forward5(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
-    return encoder_forward_slices<floatX, 2>(out, inp, wte, wpe, status, B, T, C, V, 256, block_size, stream);
+    return encoder_forward_slices(out, inp, wte, wpe, status, B, T, C, V, 256, block_size, stream);
 }
 
 template <typename floatX>
