@@ -182,7 +182,7 @@ struct Harness {
         } catch (const std::bad_alloc &) {
             refuse(EXIT_NO_DEVICE, "out of memory on the host: the inputs and the check need more than there is");
         }
-        return status_so_far;
+        return exit_status;
     }
 
     int dim(char flag) const {
@@ -249,6 +249,7 @@ struct Harness {
     void race(const Version<Launcher> (&table)[count], Launch launch) {
         if (version == 0) return race_reference();
         allocate_scratch();
+        poison_counter = allocate<unsigned long long>(1);
         if (out_of_memory) {
             size_t free_bytes = 0, total_bytes = 0;
             release();
@@ -295,6 +296,7 @@ struct Harness {
     cudaDeviceProp device = {};
     cudaStream_t stream = nullptr;
     status_word *status_device = nullptr;
+    unsigned long long *poison_counter = nullptr;
     double copy_gbps = 0, allowed_error = 0, max_error = 0;
     char *scratch = nullptr;
     size_t scratch_bytes = 0, flush_bytes = 0;
@@ -302,7 +304,8 @@ struct Harness {
     std::vector<std::function<CheckResult()>> check_outputs;
     std::vector<Record> best_records;
     FILE *report = stdout;
-    int status_so_far = EXIT_OK;
+    int exit_status = EXIT_OK;
+    bool right = true;  // what the version that is being raced has shown itself to be
 
     // ---- the command line ----
 
@@ -420,8 +423,8 @@ struct Harness {
             if (json_path.empty()) {
                 printf("%d  %-16s %s\n", e.number, e.name, e.idea);
             } else {
-                printf("{\"kernel\": \"%s\", \"version\": %d, \"name\": \"%s\", \"idea\": \"%s\"}\n", name, e.number,
-                       e.name, e.idea);
+                printf("{\"kernel\": \"%s\", \"version\": %d, \"name\": %s, \"idea\": %s}\n", name, e.number,
+                       quoted(e.name).c_str(), quoted(e.idea).c_str());
             }
         }
         return EXIT_OK;
@@ -644,13 +647,11 @@ struct Harness {
     }
 
     long long count_poison(const unsigned char *data, long long count, int size, bool expect_poison) {
-        unsigned long long *found = nullptr, result = 0;
-        cudaCheck(cudaMalloc((void **)&found, sizeof(*found)));
-        cudaCheck(cudaMemset(found, 0, sizeof(*found)));
-        count_poison_kernel<<<fill_grid(count), 256>>>(found, data, count, size, expect_poison);
+        unsigned long long result = 0;
+        cudaCheck(cudaMemset(poison_counter, 0, sizeof(result)));
+        count_poison_kernel<<<fill_grid(count), 256>>>(poison_counter, data, count, size, expect_poison);
         cudaCheck(cudaGetLastError());
-        cudaCheck(cudaMemcpy(&result, found, sizeof(result), cudaMemcpyDeviceToHost));
-        cudaCheck(cudaFree(found));
+        cudaCheck(cudaMemcpy(&result, poison_counter, sizeof(result), cudaMemcpyDeviceToHost));
         return (long long)result;
     }
 
@@ -813,8 +814,9 @@ struct Harness {
         std::vector<int> sizes = {32, 64, 128, 256, 512, 1024};
         if (block_size > 0) sizes = {block_size};
         max_error = 0;
-        if (do_check && !check_version(sizes, launch)) {
-            status_so_far = EXIT_WRONG;
+        right = !do_check || check_version(sizes, launch);
+        if (!right) {
+            exit_status = EXIT_WRONG;
             write_json({number, version_name, 0, {}});
             return;
         }
@@ -899,9 +901,10 @@ struct Harness {
     void write_json(const Record &r) {
         if (json_path.empty()) return;
         std::string line = format(
-            "{\"kernel\": \"%s\", \"version\": %d, \"name\": \"%s\", \"device\": \"%s\", \"device_kind\": \"%s\", "
+            "{\"kernel\": \"%s\", \"version\": %d, \"name\": %s, \"device\": %s, \"device_kind\": \"%s\", "
             "\"dtype\": \"%s\"",
-            name, r.version, r.name, device.name, ON_CPU ? "cpu" : "cuda", dtype.c_str());
+            name, r.version, quoted(r.name).c_str(), quoted(device.name).c_str(), ON_CPU ? "cpu" : "cuda",
+            dtype.c_str());
         for (const char *key : {"B", "T", "C", "V", "P"}) {
             auto dim = std::find_if(dims.begin(), dims.end(), [&](const Dim &d) { return std::string(key) == d.name; });
             line += dim == dims.end() ? format(", \"%s\": null", key) : format(", \"%s\": %d", key, dim->value);
@@ -920,7 +923,7 @@ struct Harness {
             line += format(", \"flops\": %.0f, \"tflops\": %.6g", flops, flops / r.times.median * 1e-9);
         }
         line += format(", \"checked\": %s, \"ok\": %s, \"max_error\": %s, \"allowed_error\": %g, \"commit\": \"%s\"}\n",
-                       do_check ? "true" : "false", do_check ? (status_so_far == EXIT_OK ? "true" : "false") : "null",
+                       do_check ? "true" : "false", do_check ? (right ? "true" : "false") : "null",
                        do_check && std::isfinite(max_error) ? format("%g", max_error).c_str() : "null", allowed_error,
                        bookends_commit);
         FILE *file = json_path == "-" ? stdout : fopen(json_path.c_str(), "a");
