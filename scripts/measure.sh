@@ -31,15 +31,19 @@ for dtype in fp32 fp16 bf16; do
     done
 done
 if [ -n "${SANITIZE:-}" ]; then
+    sanitize() {  # TOOL DTYPE OPTIONS...: prints what the tool says only if it has something to say
+        log=$(compute-sanitizer --tool "$1" --error-exitcode 9 ./encoder_forward all --check --dtype "${@:2}" 2>&1) ||
+            { echo "$log"; exit 1; }
+    }
+    export -f sanitize
     for tool in memcheck racecheck initcheck synccheck; do
         for dtype in fp32 fp16 bf16; do
             for shape in "-b 3 -t 17 -c 264 -v 100" "-b 8 -t 5 -c 33 -v 100"; do
-                compute-sanitizer --tool $tool --error-exitcode 9 ./encoder_forward all --check --dtype $dtype $shape \
-                    > "$work/sanitizer.txt" 2>&1 || { cat "$work/sanitizer.txt"; exit 1; }
+                echo "sanitize $tool $dtype $shape"
             done
         done
-        echo "compute-sanitizer $tool: clean"
-    done
+    done | xargs -P 8 -I {} bash -c '{}'
+    echo "compute-sanitizer: memcheck, racecheck, initcheck and synccheck report nothing"
 fi
 while read -r kernel options; do
     [ -n "$kernel" ] || continue
@@ -49,5 +53,5 @@ done <<< "$shapes"
 ./encoder_forward > "$work/run.txt"
 
 mkdir -p "$dir"
-rm -f "$work/check.txt" "$work/sanitizer.txt"
+rm -f "$work/check.txt"
 mv "$work"/* "$dir"/
