@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds for the GPU at hand, checks every version in every type, times the shapes that the README shows, and leaves what
 # was measured in DIR (default: dev/results/<the GPU's name>): NAME.jsonl, one JSON object a run, and run.txt, what one
-# run prints. With SANITIZE=1 the four tools of compute-sanitizer look at every version and type first.
+# run prints. With SANITIZERS=1 the four tools of compute-sanitizer look at every version and type first.
 # usage: scripts/measure.sh [DIR]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -30,7 +30,7 @@ for dtype in fp32 fp16 bf16; do
         ./encoder_forward all --check --dtype $dtype $shape > "$work/check.txt" || { cat "$work/check.txt"; exit 1; }
     done
 done
-if [ -n "${SANITIZE:-}" ]; then
+if [ -n "${SANITIZERS:-}" ]; then
     sanitize() {  # TOOL DTYPE OPTIONS...: prints what the tool says only if it has something to say
         log=$(compute-sanitizer --tool "$1" --error-exitcode 9 ./encoder_forward all --check --dtype "${@:2}" 2>&1) ||
             { echo "$log"; exit 1; }
