@@ -210,7 +210,7 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
     }
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
-    const int rows = 4;
+    constexpr int rows = width * sizeof(floatX) >= 8 ? 4 : 8;  // narrow vectors need more of them on their way
     const bool along_t = B % rows != 0;
     const int vectors = C / width, units_b = along_t ? B : B / rows, units_t = along_t ? ceil_div(T, rows) : T;
     // A slice is a power of two of vectors, the last one may be short: slices that share a 32-byte sector of out would
