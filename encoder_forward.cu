@@ -275,7 +275,7 @@ void encoder_forward_race(Harness &h) {
     floatX *out = h.output<floatX>("out", N, C, 1, [=](double *row, long long bt) {
         encoder_forward_cpu(row, ids, wte_values, wpe_values, bt, bt + 1, T, C, V);
     });
-    h.bytes = (h.distinct_tokens() + T + N) * C * (long long)sizeof(floatX) + N * (long long)sizeof(int);
+    h.bytes = ((double)h.distinct_tokens() + T + N) * C * sizeof(floatX) + (double)N * sizeof(int);
     h.flops = (double)N * C;
     h.race(encoder_forward_versions<floatX>, [=](EncoderForward<floatX> launch, int block_size, cudaStream_t stream) {
         return launch(out, inp, wte, wpe, status, B, T, C, V, block_size, stream);

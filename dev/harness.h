@@ -196,9 +196,10 @@ struct Harness {
 
     // N ids in 0..V-1 from the chosen source, on the device; the host's copy is host_tokens.
     const int *tokens(long long N, int V) {
+        int *device = allocate<int>((double)N);
+        if (!device) return nullptr;
         host_tokens = make_tokens(N, V);
-        int *device = allocate<int>(N);
-        if (device) cudaCheck(cudaMemcpy(device, host_tokens.data(), N * sizeof(int), cudaMemcpyHostToDevice));
+        cudaCheck(cudaMemcpy(device, host_tokens.data(), N * sizeof(int), cudaMemcpyHostToDevice));
         return device;
     }
 
@@ -211,7 +212,7 @@ struct Harness {
     // A device array filled with values[0..count-1].
     template <typename floatX>
     floatX *input(const Values<floatX> &values, long long count) {
-        floatX *device = allocate<floatX>(count);
+        floatX *device = allocate<floatX>((double)count);
         if (device) {
             fill_values_kernel<floatX><<<fill_grid(count), 256>>>(device, values, count);
             cudaCheck(cudaGetLastError());
@@ -231,9 +232,9 @@ struct Harness {
     template <typename floatX>
     floatX *output(const char *what, long long rows, long long cols, double allowed_ulps,
                    std::function<void(double *row, long long r)> reference) {
-        char *base = allocate<char>(rows * cols * (long long)sizeof(floatX) + 2 * GUARD);
+        char *base = allocate<char>((double)rows * cols * sizeof(floatX) + 2 * GUARD);
         floatX *data = base ? (floatX *)(base + GUARD) : nullptr;
-        const size_t size = rows * cols * sizeof(floatX);
+        const size_t size = base ? rows * cols * sizeof(floatX) : 0;
         allowed_error = allowed_ulps;
         poison_outputs.push_back([=] { cudaCheck(cudaMemset(base, 0xff, size + 2 * GUARD)); });
         check_outputs.push_back([=] { return check_output(what, data, rows, cols, allowed_ulps, reference); });
@@ -254,8 +255,8 @@ struct Harness {
             size_t free_bytes = 0, total_bytes = 0;
             release();
             cudaMemGetInfo(&free_bytes, &total_bytes);
-            refuse(EXIT_NO_DEVICE, "out of memory: needs %.2f GiB on the device, %.2f GiB are free",
-                   needed_bytes / 0x1p30, free_bytes / 0x1p30);
+            refuse(EXIT_NO_DEVICE, "out of memory: needs %.4g GiB on the device, %.4g GiB are free",
+                   needed_bytes / 0x1p30, (double)free_bytes / 0x1p30);
         }
         cudaCheck(cudaStreamCreate(&stream));
         cudaCheck(cudaDeviceSynchronize());
@@ -273,10 +274,12 @@ struct Harness {
     [[noreturn]] __attribute__((format(printf, 3, 4))) void refuse(ExitStatus status, const char *format, ...) {
         va_list arguments;
         va_start(arguments, format);
-        fprintf(stderr, "%s: ", name);
-        vfprintf(stderr, format, arguments);
-        fprintf(stderr, "\n");
+        std::string line = format_list(format, arguments);
         va_end(arguments);
+        for (char &c : line) {
+            if ((unsigned char)c < 0x20) c = '?';  // one line, whatever the value held
+        }
+        fprintf(stderr, "%s: %s\n", name, line.c_str());
         release();
         exit(status);
     }
@@ -291,7 +294,7 @@ struct Harness {
 
     std::vector<Entry> catalogue;
     std::vector<void *> allocations;
-    size_t needed_bytes = 0;
+    double needed_bytes = 0;
     bool out_of_memory = false;
     cudaDeviceProp device = {};
     cudaStream_t stream = nullptr;
@@ -313,14 +316,15 @@ struct Harness {
         char *end = nullptr;
         errno = 0;
         const long long value = strtoll(text, &end, 10);
-        if (*text == '\0' || *end != '\0' || errno != 0 || value < least || value > most) {
+        if (isspace((unsigned char)*text) || end == text || *end != '\0' || errno != 0 || value < least ||
+            value > most) {
             refuse(EXIT_BAD_INPUT, "%s: '%s' is not an integer from %lld to %lld", option, text, least, most);
         }
         return value;
     }
 
     void parse(int argc, char **argv) {
-        bool version_given = false;
+        bool version_given = false, json_given = false;
         for (int i = 1; i < argc; i++) {
             const std::string option = argv[i];
             auto argument = [&]() -> const char * {
@@ -349,6 +353,7 @@ struct Harness {
                 seed = (uint64_t)parse_integer("--seed", argument(), 0, INT64_MAX);
             } else if (option == "--json") {
                 json_path = argument();
+                json_given = true;
             } else if (option == "--check") {
                 do_bench = false;
             } else if (option == "--bench") {
@@ -369,7 +374,7 @@ struct Harness {
         }
         if (!do_check && !do_bench)
             refuse(EXIT_BAD_INPUT, "--check and --bench exclude each other: give one, or neither");
-        if (!json_path.empty() && json_path != "-" && !list) require_writable(json_path);
+        if (json_path != "-" && json_given && !list) require_writable(json_path);
     }
 
     int parse_version(const std::string &text) {
@@ -390,6 +395,9 @@ struct Harness {
         const bool exists = access(path.c_str(), F_OK) == 0;
         const int descriptor = exists ? open(path.c_str(), O_WRONLY | O_APPEND) : -1;
         if (descriptor >= 0) close(descriptor);
+        if (path.empty() || path.back() == '/') {
+            refuse(EXIT_BAD_INPUT, "--json: '%s' is not the name of a file", path.c_str());
+        }
         if (exists ? descriptor < 0 : access(folder.c_str(), W_OK) != 0) {
             refuse(EXIT_BAD_INPUT, "--json: cannot write '%s': %s", path.c_str(), strerror(errno));
         }
@@ -449,18 +457,20 @@ struct Harness {
         }
     }
 
-    // Null once memory has run out; the total goes on counting, so that the refusal can say what was needed.
+    // Null once memory has run out; the total goes on counting, so that the refusal can say what was needed. In double,
+    // since shapes may ask for more than 64 bits can count.
     template <typename T>
-    T *allocate(long long count) {
-        const size_t size = std::max((size_t)count, (size_t)1) * sizeof(T);
+    T *allocate(double count) {
+        const double size = std::max(count, 1.0) * sizeof(T);
         needed_bytes += size;
         void *memory = nullptr;
-        if (!out_of_memory && cudaMalloc(&memory, size) != cudaSuccess) {
+        if (out_of_memory || size > 0x1p62 || cudaMalloc(&memory, (size_t)size) != cudaSuccess) {
             cudaGetLastError();  // the error is dealt with here; it must not surface at the next launch
             out_of_memory = true;
+            return nullptr;
         }
-        if (memory) allocations.push_back(memory);
-        return out_of_memory ? nullptr : (T *)memory;
+        allocations.push_back(memory);
+        return (T *)memory;
     }
 
     void release() {
@@ -479,7 +489,7 @@ struct Harness {
         if (!do_bench || ON_CPU) return;
         flush_bytes = 4 * (size_t)device.l2CacheSize;
         scratch_bytes = std::max(2 * std::min((size_t)1 << 30, device.totalGlobalMem / 32), flush_bytes);
-        scratch = allocate<char>(scratch_bytes);
+        scratch = allocate<char>((double)scratch_bytes);
     }
 
     // ---- token ids ----
@@ -672,6 +682,7 @@ struct Harness {
     template <typename LaunchOne>
     CheckResult check_once(LaunchOne launch, int block) {
         for (auto &poison : poison_outputs) poison();
+        if (status_device) cudaCheck(cudaMemset(status_device, 0xff, sizeof(status_word)));
         cudaCheck(cudaDeviceSynchronize());
         cudaError_t error = launch(block, stream);
         if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
@@ -944,13 +955,19 @@ struct Harness {
     }
 
     __attribute__((format(printf, 1, 2))) static std::string format(const char *pattern, ...) {
-        va_list arguments, again;
+        va_list arguments;
         va_start(arguments, pattern);
-        va_copy(again, arguments);
-        std::string text(vsnprintf(nullptr, 0, pattern, arguments), '\0');
-        vsnprintf(&text[0], text.size() + 1, pattern, again);
+        std::string text = format_list(pattern, arguments);
         va_end(arguments);
+        return text;
+    }
+
+    static std::string format_list(const char *pattern, va_list arguments) {
+        va_list again;
+        va_copy(again, arguments);
+        std::string text(vsnprintf(nullptr, 0, pattern, again), '\0');
         va_end(again);
+        vsnprintf(&text[0], text.size() + 1, pattern, arguments);
         return text;
     }
 };
