@@ -42,7 +42,10 @@ LIBS := -ldl
 
 # Python for the tests: the one at hand if it has what they need, else a virtual environment made here.
 PYTHON ?= python3
-TEST_PYTHON := $(shell $(PYTHON) -c 'import numpy, pytest' 2>/dev/null && echo $(PYTHON) || echo build/venv/bin/python)
+TEST_PYTHON := $(shell $(PYTHON) -c 'import numpy, pytest, xdist' 2>/dev/null && echo $(PYTHON) || echo build/venv/bin/python)
+
+# Tests that run side by side: as many as there are cores, but on a GPU they share its memory.
+WORKERS := $(if $(filter cuda,$(DEVICE)),4,auto)
 
 .PHONY: all run test lib binaries results profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
@@ -68,7 +71,7 @@ binaries: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so
 
 test: binaries $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k shapes" passes options to pytest
 	BOOKENDS_BUILD=$(BUILD) BOOKENDS_DEVICE=$(DEVICE) SANITIZE=$(SANITIZE) CXX="$(CXX)" \
-	    $(TEST_PYTHON) -m pytest -q dev/test $(TESTS)
+	    $(TEST_PYTHON) -m pytest -q -n $(WORKERS) dev/test $(TESTS)
 
 results: ## measures the README's shapes on the GPU at hand, into dev/results, and writes the README's tables
 	scripts/measure.sh
@@ -121,7 +124,7 @@ $(BUILD)/libbookends.so: $(BUILD)/dev/lib/bookends.o $(RUNTIME)
 	$(LINK) $(SHARED) $^ -o $@ $(LIBS)
 
 build/venv/bin/python: dev/test/requirements.txt
-	$(PYTHON) -m venv build/venv || { echo "make test: needs python3 with venv, or with numpy and pytest" >&2; exit 1; }
+	$(PYTHON) -m venv build/venv || { echo "make test: needs python3 with venv, or with numpy, pytest and pytest-xdist" >&2; exit 1; }
 	build/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 

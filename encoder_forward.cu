@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(1024)
 // element only. status: one status word that the caller set to STATUS_OK, or null. out must not overlap the inputs.
 // A position with an id outside 0..V-1 becomes a row of NaN, and status says which came first; nothing outside the
 // tables is read. block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Returns the launch's
-// error (cudaErrorInvalidConfiguration for an impossible block size), cudaSuccess without a launch when there is no
-// work.
+// error (for an impossible block size cudaErrorInvalidConfiguration, or cudaErrorInvalidValue from CUDA 13 on), and
+// cudaSuccess without a launch when there is no work.
 
 template <typename floatX>
 using EncoderForward = cudaError_t (*)(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
@@ -210,7 +210,7 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
     }
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
-    constexpr int rows = width * sizeof(floatX) >= 8 ? 4 : 8;  // narrow vectors need more of them on their way
+    const int rows = 4;
     const bool along_t = B % rows != 0;
     const int vectors = C / width, units_b = along_t ? B : B / rows, units_t = along_t ? ceil_div(T, rows) : T;
     // A slice is a power of two of vectors, the last one may be short: slices that share a 32-byte sector of out would

@@ -374,7 +374,11 @@ struct Harness {
         }
         if (!do_check && !do_bench)
             refuse(EXIT_BAD_INPUT, "--check and --bench exclude each other: give one, or neither");
-        if (json_path != "-" && json_given && !list) require_writable(json_path);
+        if (list && json_given && json_path != "-") {
+            refuse(EXIT_BAD_INPUT, "--json: '%s' with --list: it takes - there, for standard output",
+                   json_path.c_str());
+        }
+        if (json_given && json_path != "-") require_writable(json_path);
     }
 
     int parse_version(const std::string &text) {
@@ -584,7 +588,8 @@ struct Harness {
         };
         const unsigned char *begin = (const unsigned char *)data, *end = (const unsigned char *)(data + rows * cols);
         const long long outside = count_poison(begin - GUARD, GUARD, 1, true) + count_poison(end, GUARD, 1, true);
-        if (outside > 0) return wrong(format("%s: %lld bytes written outside it", what, outside));
+        if (outside > 0)
+            return wrong(format("%s: %lld byte%s written outside it", what, outside, outside == 1 ? "" : "s"));
         const long long unwritten = count_poison(begin, rows * cols, sizeof(floatX), false);
         if (unwritten > 0) return wrong(format("%s: %lld of %lld elements not written", what, unwritten, rows * cols));
 
@@ -648,7 +653,7 @@ struct Harness {
         const long long count = std::min(rows, std::max(256LL, (long long)(2e8 / cols)));
         for (long long i = 0; i < count; i++) {
             sample.push_back(i < 16   ? i % rows
-                             : i < 32 ? (rows + 31 - i) % rows
+                             : i < 32 ? rows - 1 - i % 16 % rows
                                       : (long long)(random.uniform(i) * rows));
         }
         std::sort(sample.begin(), sample.end());
@@ -684,8 +689,7 @@ struct Harness {
         for (auto &poison : poison_outputs) poison();
         if (status_device) cudaCheck(cudaMemset(status_device, 0xff, sizeof(status_word)));
         cudaCheck(cudaDeviceSynchronize());
-        cudaError_t error = launch(block, stream);
-        if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+        const cudaError_t error = launch_and_wait(launch, block);
         CheckResult all;
         if (error != cudaSuccess) {
             all.ok = false;
@@ -825,7 +829,7 @@ struct Harness {
         std::vector<int> sizes = {32, 64, 128, 256, 512, 1024};
         if (block_size > 0) sizes = {block_size};
         max_error = 0;
-        right = !do_check || check_version(sizes, launch);
+        right = do_check ? check_version(sizes, launch) : try_launches(sizes, launch);
         if (!right) {
             exit_status = EXIT_WRONG;
             write_json({number, version_name, 0, {}});
@@ -867,11 +871,34 @@ struct Harness {
         return true;
     }
 
+    // What --bench has instead of a check.
+    template <typename LaunchOne>
+    bool try_launches(const std::vector<int> &sizes, LaunchOne launch) {
+        for (int size : sizes) {
+            const cudaError_t error = launch_and_wait(launch, size);
+            if (error == cudaSuccess) continue;
+            fprintf(report, "block_size %d: launch failed: %s: WRONG\n", size, cudaGetErrorString(error));
+            return false;
+        }
+        return true;
+    }
+
+    template <typename LaunchOne>
+    cudaError_t launch_and_wait(LaunchOne launch, int block) {
+        const cudaError_t error = launch(block, stream);
+        return error == cudaSuccess ? cudaStreamSynchronize(stream) : error;
+    }
+
     void race_reference() {
         print_heading(0, "CPU reference");
+        do_check = false;
         const double start = seconds_now();
         for (auto &reference : run_reference) reference();
-        fprintf(report, "time %.4f ms (one core, in double)\n", (seconds_now() - start) * 1e3);
+        Record record = {0, "CPU reference", 0, {}};
+        record.times.runs = 1;
+        record.times.min = record.times.median = record.times.p90 = record.times.hot = (seconds_now() - start) * 1e3;
+        fprintf(report, "time %.4f ms (one core, in double)\n", record.times.median);
+        write_json(record);
     }
 
     // ---- reports ----
@@ -908,7 +935,7 @@ struct Harness {
         }
     }
 
-    // One object a line. Times are absent from a record that was only checked; block_size is 0 there: all were.
+    // One object a line, always with the same keys. What was not measured is null; block_size 0 is all of them.
     void write_json(const Record &r) {
         if (json_path.empty()) return;
         std::string line = format(
@@ -923,18 +950,22 @@ struct Harness {
         line +=
             format(", \"N\": %lld, \"tokens\": %s, \"seed\": %llu, \"block_size\": %d", (long long)dim('b') * dim('t'),
                    quoted(token_source).c_str(), (unsigned long long)seed, r.block_size);
-        if (r.times.runs > 0) {
-            line += format(
-                ", \"best\": %s, \"runs\": %d, \"time_ms_min\": %.6g, \"time_ms_median\": %.6g, \"time_ms_p90\": %.6g, "
-                "\"time_ms_hot\": %.6g",
-                r.best ? "true" : "false", r.times.runs, r.times.min, r.times.median, r.times.p90, r.times.hot);
-            line += format(", \"bytes\": %.0f, \"gbps\": %.6g, \"copy_gbps\": %s, \"pct_of_copy\": %s", bytes,
-                           gbps(r.times.median), number_or_null(copy_gbps).c_str(),
-                           number_or_null(copy_gbps > 0 ? 100 * gbps(r.times.median) / copy_gbps : 0).c_str());
-            line += format(", \"flops\": %.0f, \"tflops\": %.6g", flops, flops / r.times.median * 1e-9);
-        }
+        auto time = [&](double ms) { return r.times.runs > 0 ? format("%.6g", ms) : std::string("null"); };
+        line += format(
+            ", \"best\": %s, \"runs\": %d, \"time_ms_min\": %s, \"time_ms_median\": %s, \"time_ms_p90\": %s, "
+            "\"time_ms_hot\": %s",
+            r.best ? "true" : "false", r.times.runs, time(r.times.min).c_str(), time(r.times.median).c_str(),
+            time(r.times.p90).c_str(), time(r.times.hot).c_str());
+        line += format(", \"bytes\": %.0f, \"gbps\": %s, \"copy_gbps\": %s, \"pct_of_copy\": %s", bytes,
+                       positive_or_null(gbps(r.times.median)).c_str(), positive_or_null(copy_gbps).c_str(),
+                       positive_or_null(copy_gbps > 0 ? 100 * gbps(r.times.median) / copy_gbps : 0).c_str());
+        line += format(", \"flops\": %.0f, \"tflops\": %s", flops,
+                       positive_or_null(r.times.runs > 0 ? flops / r.times.median * 1e-9 : 0).c_str());
         line += format(", \"checked\": %s, \"ok\": %s, \"max_error\": %s, \"allowed_error\": %g, \"commit\": \"%s\"}\n",
-                       do_check ? "true" : "false", do_check ? (right ? "true" : "false") : "null",
+                       do_check ? "true" : "false",
+                       !right     ? "false"
+                       : do_check ? "true"
+                                  : "null",
                        do_check && std::isfinite(max_error) ? format("%g", max_error).c_str() : "null", allowed_error,
                        bookends_commit);
         FILE *file = json_path == "-" ? stdout : fopen(json_path.c_str(), "a");
@@ -943,7 +974,7 @@ struct Harness {
         if (!written) refuse(EXIT_BAD_INPUT, "--json: cannot write '%s': %s", json_path.c_str(), strerror(errno));
     }
 
-    static std::string number_or_null(double value) { return value > 0 ? format("%.6g", value) : "null"; }
+    static std::string positive_or_null(double value) { return value > 0 ? format("%.6g", value) : "null"; }
 
     static std::string quoted(const std::string &text) {
         std::string result = "\"";

@@ -1,5 +1,6 @@
 """What pytest needs to know before it collects the tests: the device, and the address sanitizer's runtime."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -31,7 +32,12 @@ def load_address_sanitizer(config):
         capture = config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.stop_global_capturing()
+        terminal = os.dup(2)
+        os.set_inheritable(terminal, True)
+        os.environ["BOOKENDS_ASAN_FD"] = str(terminal)
         os.execv(sys.executable, [sys.executable, "-m", "pytest", *config.invocation_params.args])
+    if not hasattr(config, "workerinput"):  # past pytest, which would take the report down with it
+        ctypes.CDLL(None).__sanitizer_set_report_fd(ctypes.c_void_p(int(os.environ["BOOKENDS_ASAN_FD"])))
     starts_workers = getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
     if not starts_workers:  # the workers must inherit it; the programs must not
         os.environ.pop("LD_PRELOAD", None)
