@@ -99,7 +99,7 @@ __global__ void encoder_forward_kernel3(floatX *out, const int *inp, const float
 //
 // What it took to get that from the compiler, and out of the memory (H200):
 // - The loads are plain, and none hangs on a condition: a bad id reads row 0 and is put right afterwards. With __ldg, or
-//   with `if (good)` around it, loads sink below the stores of other rows to save registers, and one row is in flight.
+//   with `if (good)` around it, loads sink below other rows' stores to save registers, and one row is in flight.
 // - No division: block and grid have one dimension each for columns, batch and t. The machine code of a kernel is cold
 //   too, and every 128 bytes of it that are fetched before the first load delay everything at small sizes.
 // - The stores are plain. Streaming hints (st.cs) gain nothing, and cost the next layer, which finds out in the L2.
@@ -252,10 +252,10 @@ cudaError_t encoder_forward5(floatX *out, const int *inp, const floatX *wte, con
 
 template <typename floatX>
 constexpr Version<EncoderForward<floatX>> encoder_forward_versions[] = {
-    {1, "per token", "a thread a position", encoder_forward1<floatX>, 32},
+    {1, "per token", "a thread a position", encoder_forward1<floatX>, 64},
     {2, "parallel", "a thread an element", encoder_forward2<floatX>, 256},
-    {3, "x128", "a thread 16 bytes", encoder_forward3<floatX>, 256},
-    {4, "rows in flight", "wpe in registers, four rows of the batch at once", encoder_forward4<floatX>, 256},
+    {3, "x128", "a thread 16 bytes", encoder_forward3<floatX>, 128},
+    {4, "rows in flight", "wpe in registers, four rows of the batch at once", encoder_forward4<floatX>, 128},
     {5, "slices", "a slice of the columns at a time, so that repeated ids meet the L2", encoder_forward5<floatX>, 256},
 };
 

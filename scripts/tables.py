@@ -35,12 +35,13 @@ def table(device, kernel):
     lines = ["| shape | " + " | ".join(f"{number} {name}" for number, name in versions.items()) + " |",
              "|---" * (len(versions) + 1) + "|"]
     for name, row in best.items():
-        cells = [f"{row[v]['time_ms_median']:.4f} ms, {row[v]['pct_of_copy']:.1f}%" if v in row else "" for v in versions]
+        cells = [f"{row[v]['time_ms_median']:.4f} ms, {row[v]['pct_of_copy']:.1f}%" if v in row else ""
+                 for v in versions]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     rates = [record["copy_gbps"] for record in best_records(best)]
     commits = sorted({record["commit"] for record in best_records(best)})
-    lines += ["", f"{records[0]['device']}: median of cold runs at the best block size, and the fewest bytes over that time as a "
-              f"share of the copy rate measured in the same process ({min(rates):.0f} to {max(rates):.0f} GB/s). "
+    lines += ["", f"{records[0]['device']}: median of cold runs at the best block size, and the fewest bytes over that "
+              f"time as a share of the copy rate measured in the same process ({min(rates):.0f} to {max(rates):.0f} GB/s). "
               f"Built from {', '.join(commits)}."]
     return "\n".join(lines)
 
