@@ -98,8 +98,8 @@ __global__ void encoder_forward_kernel3(floatX *out, const int *inp, const float
 // same thread.
 //
 // What it took to get that from the compiler, and out of the memory (H200):
-// - The loads are plain, and none hangs on a condition: a bad id reads row 0 and is put right afterwards. With __ldg, or
-//   with `if (good)` around it, loads sink below other rows' stores to save registers, and one row is in flight.
+// - The loads are plain, and none hangs on a condition: a bad id reads row 0 and is put right later. With __ldg, or with
+//   `if (good)` around it, loads sink below other rows' stores to save registers, and one row is in flight.
 // - No division: block and grid have one dimension each for columns, batch and t. The machine code of a kernel is cold
 //   too, and every 128 bytes of it that are fetched before the first load delay everything at small sizes.
 // - The stores are plain. Streaming hints (st.cs) gain nothing, and cost the next layer, which finds out in the L2.

@@ -163,7 +163,7 @@ struct Harness {
 
     Harness(const char *name, const char *title, std::vector<Dim> dims)
         : name(name), title(title), dims(std::move(dims)) {
-        for (Dim &d : this->dims) d.value = ON_CPU ? d.cpu_default : d.cuda_default;
+        for (Dim &d : this->dims) d.value = default_of(d);
     }
     Harness(const Harness &) = delete;
     ~Harness() { release(); }
@@ -248,8 +248,7 @@ struct Harness {
     // Checks and times the chosen versions. launch(launcher, block_size, stream) makes one call.
     template <typename Launcher, size_t count, typename Launch>
     void race(const Version<Launcher> (&table)[count], Launch launch) {
-        if (version == 0) return race_reference();
-        allocate_scratch();
+        if (version != 0) allocate_scratch();
         poison_counter = allocate<unsigned long long>(1);
         if (out_of_memory) {
             size_t free_bytes = 0, total_bytes = 0;
@@ -258,6 +257,7 @@ struct Harness {
             refuse(EXIT_NO_DEVICE, "out of memory: needs %.4g GiB on the device, %.4g GiB are free",
                    needed_bytes / 0x1p30, (double)free_bytes / 0x1p30);
         }
+        if (version == 0) return race_reference();
         cudaCheck(cudaStreamCreate(&stream));
         cudaCheck(cudaDeviceSynchronize());
         if (do_bench && !ON_CPU) measure_copy();
@@ -311,6 +311,8 @@ struct Harness {
     bool right = true;  // what the version that is being raced has shown itself to be
 
     // ---- the command line ----
+
+    static int default_of(const Dim &d) { return ON_CPU ? d.cpu_default : d.cuda_default; }
 
     long long parse_integer(const char *option, const char *text, long long least, long long most) {
         char *end = nullptr;
@@ -411,7 +413,7 @@ struct Harness {
         printf("%s: %s\n\nusage: ./%s [VERSION|all] [options]\n", name, title, name);
         printf("  VERSION 0 is the CPU reference alone; none given: %d, the best known; --list shows them\n\n",
                version);
-        for (const Dim &d : dims) printf("  -%c INT              %s, default %d\n", d.flag, d.name, d.value);
+        for (const Dim &d : dims) printf("  -%c INT              %s, default %d\n", d.flag, d.name, default_of(d));
         printf("  --dtype TYPE        fp32, fp16 or bf16; default bf16\n");
         printf(
             "  --tokens SOURCE     uniform, zipf (exponent 1.1, shuffled), one (all the same), or a token file of "

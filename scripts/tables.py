@@ -41,8 +41,8 @@ def table(device, kernel):
     rates = [record["copy_gbps"] for record in best_records(best)]
     commits = sorted({record["commit"] for record in best_records(best)})
     lines += ["", f"{records[0]['device']}: median of cold runs at the best block size, and the fewest bytes over that "
-              f"time as a share of the copy rate measured in the same process ({min(rates):.0f} to {max(rates):.0f} GB/s). "
-              f"Built from {', '.join(commits)}."]
+              f"time as a share of the copy rate measured in the same process ({min(rates):.0f} to "
+              f"{max(rates):.0f} GB/s). Built from {', '.join(commits)}."]
     return "\n".join(lines)
 
 
