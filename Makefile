@@ -11,7 +11,7 @@ DEVICE ?= $(if $(and $(NVCC),$(GPU)),cuda,cpu)
 ifeq ($(filter cuda cpu,$(DEVICE)),)
   $(error DEVICE=$(DEVICE): it is cuda or cpu)
 endif
-ifneq ($(filter-out address undefined,$(SANITIZE)),)
+ifneq ($(filter-out address undefined,$(SANITIZE))$(word 2,$(SANITIZE)),)
   $(error SANITIZE=$(SANITIZE): it is address or undefined)
 endif
 

@@ -28,9 +28,19 @@ inline void cuda_check(cudaError_t error, const char *file, int line) {
 // ---------------------------------------------------------------------------------------------------------------------
 // arithmetic
 
+// For dividend >= 0 and divisor > 0; no sum that could overflow.
 template <typename T>
 __host__ __device__ constexpr T ceil_div(T dividend, T divisor) {
-    return (dividend + divisor - 1) / divisor;
+    return dividend / divisor + (dividend % divisor != 0);
+}
+
+// The blocks that give each of so many threads one of its own. A grid holds 2^31-1 of them: jobs beyond that get larger
+// blocks, and what 1024 threads a block can't hold either, or a block size below 1, is left for the launch to refuse.
+inline unsigned grid_blocks(long long threads, int *block_size) {
+    if (*block_size < 1) return 1;
+    if (ceil_div(threads, (long long)*block_size) > INT32_MAX) *block_size = 1024;
+    const long long blocks = ceil_div(threads, (long long)*block_size);
+    return blocks > UINT32_MAX ? UINT32_MAX : (unsigned)blocks;
 }
 
 // The quiet NaN in each element type: what a position with a bad id gets.

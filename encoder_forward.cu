@@ -153,8 +153,9 @@ __global__ void __launch_bounds__(1024)
 // element only. status: one status word that the caller set to STATUS_OK, or null. out must not overlap the inputs.
 // A position with an id outside 0..V-1 becomes a row of NaN, and status says which came first; nothing outside the
 // tables is read. block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Returns the launch's
-// error (for an impossible block size cudaErrorInvalidConfiguration, or cudaErrorInvalidValue from CUDA 13 on), and
-// cudaSuccess without a launch when there is no work.
+// error (cudaGetLastError's, so one that an earlier call left behind comes out here too; for an impossible block size
+// cudaErrorInvalidConfiguration, or cudaErrorInvalidValue from CUDA 13 on), and cudaSuccess without a launch when there
+// is no work.
 
 template <typename floatX>
 using EncoderForward = cudaError_t (*)(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
@@ -166,7 +167,7 @@ cudaError_t encoder_forward1(floatX *out, const int *inp, const floatX *wte, con
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
-    const unsigned grid_size = ceil_div(N, (long long)block_size);
+    const unsigned grid_size = grid_blocks(N, &block_size);
     encoder_forward_kernel1<floatX><<<grid_size, block_size, 0, stream>>>(out, inp, wte, wpe, status, N, T, C, V);
     return cudaGetLastError();
 }
@@ -176,7 +177,7 @@ cudaError_t encoder_forward2(floatX *out, const int *inp, const floatX *wte, con
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
-    const unsigned grid_size = ceil_div(N * C, (long long)block_size);
+    const unsigned grid_size = grid_blocks(N * C, &block_size);
     encoder_forward_kernel2<floatX><<<grid_size, block_size, 0, stream>>>(out, inp, wte, wpe, status, N, T, C, V);
     return cudaGetLastError();
 }
@@ -191,7 +192,7 @@ cudaError_t encoder_forward3(floatX *out, const int *inp, const floatX *wte, con
     }
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
-    const unsigned grid_size = ceil_div(N * C / x128_size, (long long)block_size);
+    const unsigned grid_size = grid_blocks(N * C / x128_size, &block_size);
     encoder_forward_kernel3<floatX><<<grid_size, block_size, 0, stream>>>(out, inp, wte, wpe, status, N, T, C, V);
     return cudaGetLastError();
 }
@@ -210,6 +211,7 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
     }
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
+    if (block_size < 1) return cudaErrorInvalidConfiguration;
     const int rows = 4;
     const bool along_t = B % rows != 0;
     const int vectors = C / width, units_b = along_t ? B : B / rows, units_t = along_t ? ceil_div(T, rows) : T;

@@ -9,12 +9,14 @@
 // calls h.race(table, launch). Everything that can be refused is refused before anything runs.
 #pragma once
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdarg>
+#include <exception>
 #include <functional>
 #include <new>
 #include <string>
@@ -174,7 +176,7 @@ struct Harness {
         for (const auto &v : versions) catalogue.push_back({v.number, v.name, v.idea});
         version = catalogue.back().number;
         parse(argc, argv);
-        if (list) return print_list();
+        if (list) return finish(print_list());
         report = json_path == "-" ? stderr : stdout;
         find_device();
         try {
@@ -182,7 +184,7 @@ struct Harness {
         } catch (const std::bad_alloc &) {
             refuse(EXIT_NO_DEVICE, "out of memory on the host: the inputs and the check need more than there is");
         }
-        return exit_status;
+        return finish(exit_status);
     }
 
     int dim(char flag) const {
@@ -364,7 +366,7 @@ struct Harness {
                 list = true;
             } else if (option == "--help" || option == "-h") {
                 print_help();
-                exit(EXIT_OK);
+                exit(finish(EXIT_OK));
             } else if (option[0] == '-') {
                 refuse(EXIT_BAD_INPUT, "unknown option '%s' (see --help)", option.c_str());
             } else if (version_given) {
@@ -396,14 +398,15 @@ struct Harness {
 
     // Without touching the file: a run that is refused later must leave nothing behind.
     void require_writable(const std::string &path) {
+        struct stat about;
+        if (path.empty() || path.back() == '/' || (stat(path.c_str(), &about) == 0 && !S_ISREG(about.st_mode))) {
+            refuse(EXIT_BAD_INPUT, "--json: '%s' is not the name of a file", path.c_str());
+        }
         const size_t slash = path.rfind('/');
         const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
         const bool exists = access(path.c_str(), F_OK) == 0;
         const int descriptor = exists ? open(path.c_str(), O_WRONLY | O_APPEND) : -1;
         if (descriptor >= 0) close(descriptor);
-        if (path.empty() || path.back() == '/') {
-            refuse(EXIT_BAD_INPUT, "--json: '%s' is not the name of a file", path.c_str());
-        }
         if (exists ? descriptor < 0 : access(folder.c_str(), W_OK) != 0) {
             refuse(EXIT_BAD_INPUT, "--json: cannot write '%s': %s", path.c_str(), strerror(errno));
         }
@@ -412,7 +415,7 @@ struct Harness {
     void print_help() {
         printf("%s: %s\n\nusage: ./%s [VERSION|all] [options]\n", name, title, name);
         printf("  VERSION 0 is the CPU reference alone; none given: %d, the best known; --list shows them\n\n",
-               version);
+               catalogue.back().number);
         for (const Dim &d : dims) printf("  -%c INT              %s, default %d\n", d.flag, d.name, default_of(d));
         printf("  --dtype TYPE        fp32, fp16 or bf16; default bf16\n");
         printf(
@@ -430,6 +433,13 @@ struct Harness {
         printf(
             "\nexit status: 0 as expected; 1 a result was wrong; 2 bad command line or input file; 3 no device, or too "
             "little memory\n");
+    }
+
+    // A report that did not arrive is no success.
+    int finish(int status) {
+        if (fflush(stdout) != 0 || ferror(stdout))
+            refuse(EXIT_BAD_INPUT, "cannot write the report: %s", strerror(errno));
+        return status;
     }
 
     int print_list() {
@@ -545,7 +555,10 @@ struct Harness {
         if (whole_header && width > 0) {
             unsigned char buffer[1 << 16];
             size_t got;
-            while ((got = fread(buffer, 1, sizeof(buffer), file)) > 0) data.insert(data.end(), buffer, buffer + got);
+            while ((long long)data.size() <= (long long)header[2] * width &&
+                   (got = fread(buffer, 1, sizeof(buffer), file)) > 0) {
+                data.insert(data.end(), buffer, buffer + got);
+            }
         }
         const bool failed = ferror(file) != 0;
         fclose(file);
@@ -559,8 +572,9 @@ struct Harness {
         }
         const long long count = header[2];
         if (count < 0 || (long long)data.size() != count * width) {
-            refuse(EXIT_BAD_INPUT, "--tokens: '%s' says %lld tokens of %d bytes, and %zu bytes follow its header", path,
-                   count, width, data.size());
+            refuse(EXIT_BAD_INPUT,
+                   "--tokens: '%s' says %lld tokens of %d bytes, and %zu bytes or more follow its header", path, count,
+                   width, data.size());
         }
         std::vector<int> ids(count);
         for (long long i = 0; i < count; i++) {
@@ -672,16 +686,26 @@ struct Harness {
         return (long long)result;
     }
 
-    // work(from, to) over pieces of 0..count-1, a piece a core.
+    // work(from, to) over pieces of 0..count-1, a piece a core. What one of them throws is thrown here.
     template <typename Work>
     static std::vector<CheckResult> in_parallel(size_t count, Work work) {
         const size_t pieces = std::max<size_t>(1, std::min<size_t>(count, std::thread::hardware_concurrency()));
         std::vector<CheckResult> results(pieces);
+        std::vector<std::exception_ptr> thrown(pieces);
         std::vector<std::thread> threads;
         for (size_t p = 0; p < pieces; p++) {
-            threads.emplace_back([&, p] { results[p] = work(count * p / pieces, count * (p + 1) / pieces); });
+            threads.emplace_back([&, p] {
+                try {
+                    results[p] = work(count * p / pieces, count * (p + 1) / pieces);
+                } catch (...) {
+                    thrown[p] = std::current_exception();
+                }
+            });
         }
         for (std::thread &t : threads) t.join();
+        for (const std::exception_ptr &e : thrown) {
+            if (e) std::rethrow_exception(e);
+        }
         return results;
     }
 

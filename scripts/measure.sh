@@ -5,9 +5,9 @@
 # usage: scripts/measure.sh [DIR]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | head -n 1 | tr 'A-Z ' 'a-z-') || true
+[ -n "$gpu" ] || { echo "measure.sh: no GPU: nvidia-smi names none" >&2; exit 3; }
 make -s DEVICE=cuda all
-
-gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr 'A-Z ' 'a-z-')
 dir=${1:-dev/results/$gpu}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

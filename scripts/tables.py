@@ -35,19 +35,21 @@ def table(device, kernel):
     lines = ["| shape | " + " | ".join(f"{number} {name}" for number, name in versions.items()) + " |",
              "|---" * (len(versions) + 1) + "|"]
     for name, row in best.items():
-        cells = [f"{row[v]['time_ms_median']:.4f} ms, {row[v]['pct_of_copy']:.1f}%" if v in row else ""
-                 for v in versions]
+        cells = [cell(row[v]) if v in row else "" for v in versions]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    rates = [record["copy_gbps"] for record in best_records(best)]
-    commits = sorted({record["commit"] for record in best_records(best)})
-    lines += ["", f"{records[0]['device']}: median of cold runs at the best block size, and the fewest bytes over that "
-              f"time as a share of the copy rate measured in the same process ({min(rates):.0f} to "
-              f"{max(rates):.0f} GB/s). Built from {', '.join(commits)}."]
+    rates = [record["copy_gbps"] for row in best.values() for record in row.values() if record["copy_gbps"]]
+    commits = sorted({record["commit"] for record in records})
+    lines += ["", f"{records[0]['device']}, built from {', '.join(commits)}: median of cold runs at the best block size"]
+    if rates:
+        lines[-1] += (", and the fewest bytes over that time as a share of the copy rate measured in the same process "
+                      f"({min(rates):.0f} to {max(rates):.0f} GB/s)")
+    lines[-1] += "."
     return "\n".join(lines)
 
 
-def best_records(best):
-    return [record for row in best.values() for record in row.values()]
+def cell(record):
+    share = "" if record["pct_of_copy"] is None else f", {record['pct_of_copy']:.1f}%"
+    return f"{record['time_ms_median']:.4f} ms{share}"
 
 
 def output(path):

@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import stat
 import sys
 from typing import Callable, Iterable, NamedTuple, Optional
@@ -275,6 +276,8 @@ def check_inputs(paths):
 
 def check_output(path, force, inputs):
     """Refuse before work starts what could not, or should not, be replaced."""
+    if not path:
+        raise Refused("-o: '' is not the name of a file")
     if not os.path.lexists(path):
         return
     if not os.path.isfile(path):
@@ -396,6 +399,7 @@ def parse(argv):
 
 
 def main(argv=None):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a file is removed then, too
     try:
         args = parse(argv)
         if args.decode is not None:

@@ -30,6 +30,7 @@ static int encoder_forward(void *out, const int32_t *inp, const void *wte, const
     if (version == nullptr) return BK_ERROR_VERSION;
     if (B == 0 || T == 0 || C == 0) return BK_OK;
     if (!out || !inp || (!wte && V > 0) || !wpe) return BK_ERROR_NULL;
+    cudaGetLastError();  // an error that an earlier call left behind is not this launch's
     return from_cuda(version->launch((floatX *)out, inp, (const floatX *)wte, (const floatX *)wpe,
                                      (status_word *)status, B, T, C, V, version->block_size, stream));
 }

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import shutil
 import stat
+import subprocess
 
 import numpy as np
 import pytest
@@ -505,3 +507,25 @@ def test_out_of_memory(dtype, shape, needed):
     amount, unit = re.search(r"needs? (?:about )?([\d.e+]+) ([KMGTPE])iB", line).groups()
     amount = float(amount) * 2.0 ** (10 * (1 + "KMGTPE".index(unit)))
     assert 0.9 * needed < amount < 1.3 * needed, line
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# reports that do not arrive
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--list"], ["--help"], [*SMALL, "--check"]], ids=lambda value: value[-1])
+def test_a_lost_report_is_no_success(arguments):
+    with open("/dev/full", "w") as full:
+        command = [str(bookends.BUILD / "encoder_forward"), *map(str, arguments)]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, universal_newlines=True)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1, result
+
+
+def test_measuring_needs_a_gpu(tmp_path):
+    """scripts/measure.sh without one: one line, and nothing built or written."""
+    if shutil.which("nvidia-smi"):
+        pytest.skip("there is a GPU")
+    result = subprocess.run(["bash", str(ROOT / "scripts/measure.sh"), str(tmp_path / "out")], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, universal_newlines=True)
+    assert result.returncode == 3 and result.stdout == "" and result.stderr.count("\n") == 1, result
+    assert not (tmp_path / "out").exists()
