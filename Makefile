@@ -64,9 +64,10 @@ lib: $(BUILD)/libbookends.a $(BUILD)/libbookends.so ## libbookends.a and libbook
 	@ln -sf $^ .
 
 run: all ## the main job: every version of every kernel on real text, checked, timed and tabled
-	@for kernel in $(KERNELS); do \
+	@rm -f $(BUILD)/run.jsonl; for kernel in $(KERNELS); do \
 	    ./$$kernel all --tokens dev/data/primer.bin --json $(BUILD)/run.jsonl || exit; echo; done
 
+# all that can be built, without the links at the top
 binaries: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so $(PROGRAMS:%=$(BUILD)/test/%)
 
 test: binaries $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k shapes" passes options to pytest
@@ -77,14 +78,18 @@ results: ## measures the README's shapes on the GPU at hand, into dev/results, a
 	scripts/measure.sh
 	scripts/tables.py
 
-profile: all ## K=encoder_forward V=3: what Nsight Compute says of one launch (needs ncu)
-	ncu --set full -k regex:$(K)_kernel -c 1 --clock-control none ./$(K) $(V) --bench --repeat 1 --block-size 256
+# What profile and sass look at; a build of the CPU device has neither.
+K ?= $(firstword $(KERNELS))
+on_gpu = $(if $(filter cuda,$(DEVICE)),$(1),@echo "make $@: needs DEVICE=cuda" >&2; exit 1)
 
-sass: all ## K=encoder_forward: the machine code of its kernels (needs cuobjdump)
-	cuobjdump --dump-sass $(BUILD)/$(K)
+profile: $(BUILD)/$(K) ## K=encoder_forward V=3: what Nsight Compute says of one launch (needs ncu)
+	$(call on_gpu,ncu --set full -k regex:$(K)_kernel -c 1 --clock-control none $< $(V) --bench --repeat 1 --block-size 256)
+
+sass: $(BUILD)/$(K) ## K=encoder_forward: the machine code of its kernels (needs cuobjdump)
+	$(call on_gpu,cuobjdump --dump-sass $<)
 
 clean: ## removes everything that was built
-	rm -rf build $(KERNELS) libbookends.a libbookends.so
+	rm -rf build .pytest_cache $(KERNELS) libbookends.a libbookends.so
 
 # ---- rules ----
 

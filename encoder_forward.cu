@@ -8,8 +8,7 @@ version 1  per token: a thread a position, which loops over C
 version 2  parallel: a thread an element, so neighbouring threads touch neighbouring addresses
 version 3  x128: a thread 16 bytes, one load instruction where version 2 needs eight
 version 4  rows in flight: a thread keeps its 16 bytes of wpe[t] and reads four rows of the batch at once
-version 5  slices: version 4, all positions for one slice of the columns, then the next: a repeated id finds its row in
-L2
+version 5  slices: kernel 4, all positions for one slice of the columns, then the next: a repeated id meets the L2
 
 Compile:  nvcc -O3 -arch=native encoder_forward.cu -o encoder_forward
 Run:      ./encoder_forward           the fastest version
@@ -17,8 +16,6 @@ Run:      ./encoder_forward           the fastest version
           ./encoder_forward all -b 64 --tokens zipf
           ./encoder_forward --help
 */
-#include <algorithm>
-
 #include "common.h"
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -155,7 +152,7 @@ __global__ void __launch_bounds__(1024)
 // tables is read. block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Returns the launch's
 // error (cudaGetLastError's, so one that an earlier call left behind comes out here too; for an impossible block size
 // cudaErrorInvalidConfiguration, or cudaErrorInvalidValue from CUDA 13 on), and cudaSuccess without a launch when there
-// is no work.
+// is no work. Versions 3 to 5 fall back on the one before where a shape is beyond them, so copy those along.
 
 template <typename floatX>
 using EncoderForward = cudaError_t (*)(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,

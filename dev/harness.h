@@ -460,7 +460,7 @@ struct Harness {
         int count = 0;
         const cudaError_t error = cudaGetDeviceCount(&count);
         if (error != cudaSuccess || count == 0) {
-            refuse(EXIT_NO_DEVICE, "no CUDA device: %s (make DEVICE=cpu builds for the CPU)",
+            refuse(EXIT_NO_DEVICE, "no CUDA device that can be used: %s (make DEVICE=cpu builds for the CPU)",
                    cudaGetErrorString(error));
         }
         cudaCheck(cudaSetDevice(0));
@@ -586,7 +586,8 @@ struct Harness {
             }
             ids[i] = (int)id;
         }
-        if (count < N) refuse(EXIT_BAD_INPUT, "--tokens: '%s' has %lld tokens; B*T = %lld are needed", path, count, N);
+        if (count < N)
+            refuse(EXIT_BAD_INPUT, "--tokens: '%s' has %lld tokens; B*T = %lld are needed (-b, -t)", path, count, N);
         ids.resize(N);
         return ids;
     }
@@ -959,6 +960,7 @@ struct Harness {
             if (copy_gbps > 0) fprintf(report, " %9.1f%%", 100 * gbps(r.times.median) / copy_gbps);
             fprintf(report, "\n");
         }
+        if (ON_CPU) fprintf(report, "(times on the CPU device, which say nothing about a GPU)\n");
     }
 
     // One object a line, always with the same keys. What was not measured is null; block_size 0 is all of them.

@@ -37,10 +37,11 @@ const char *bk_error_string(int error);
  *   inp      (B, T) token ids in 0..V-1
  *   wte      (V, C) of dtype
  *   wpe      (T, C) of dtype
- *   status   may be null; else one word in device memory that the caller has set to -1. If an id is outside 0..V-1 it
- * is lowered to the smallest such position (an index into inp) and is not raised again, so one look after many calls is
- * enough. That position's row of out becomes NaN; memory outside the tables is not touched. version  0 is the best
- * known, 1.. those that `encoder_forward --list` shows
+ *   status   may be null; else one word in device memory that the caller has set to -1. An id outside 0..V-1 lowers it to
+ *            its position (an index into inp) if that is the smallest so far. Nothing raises it again, so one look after
+ *            many calls is enough. That position's row of out becomes NaN; memory outside the tables is not touched.
+ *   version  0 is the last, the best known over the shapes that were measured; 1.. are those that
+ *            `encoder_forward --list` shows
  *
  * The sum is formed in float and rounded once to dtype. B, T or C of 0: nothing to do, BK_OK. With V of 0 every id is
  * bad. */
