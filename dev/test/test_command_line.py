@@ -108,6 +108,8 @@ def test_all():
     for version in VERSIONS:
         read_report(lines, version)
     assert lines.pop(0) == "" and lines.pop(0).split()[:2] == ["version", "name"]
+    if not ON_CUDA:
+        assert "say nothing about a GPU" in lines.pop()
     assert [int(line.split()[0]) for line in lines] == VERSIONS
 
 
