@@ -137,11 +137,14 @@ __device__ void store_packed_cg(T *address, const P &value) {
 template <typename T, int N>
 __device__ Packed<T, N> add_packed(Packed<T, N> a, const Packed<T, N> &b) {
     if constexpr (sizeof(T) == 2 && N > 1) {
-        typedef decltype(pair_type(T())) T2;
-        T2 *sums = reinterpret_cast<T2 *>(a.payload);
-        const T2 *others = reinterpret_cast<const T2 *>(b.payload);
+        decltype(pair_type(T())) sum, other;
 #pragma unroll
-        for (int k = 0; k < N / 2; k++) sums[k] = __hadd2(sums[k], others[k]);
+        for (int k = 0; k < N; k += 2) {
+            memcpy(&sum, &a.payload[k], sizeof(sum));
+            memcpy(&other, &b.payload[k], sizeof(other));
+            sum = __hadd2(sum, other);
+            memcpy(&a.payload[k], &sum, sizeof(sum));
+        }
     } else {
         for (int k = 0; k < N; k++) a[k] = (T)((float)a[k] + (float)b[k]);
     }

@@ -1,0 +1,8 @@
+"""common.h: the program common.cu checks it, on either device."""
+
+import bookends
+
+
+def test_common():
+    result = bookends.run("test/common")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "ok\n", "")
