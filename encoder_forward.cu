@@ -95,8 +95,8 @@ __global__ void encoder_forward_kernel3(floatX *out, const int *inp, const float
 // same thread.
 //
 // What it took to get that from the compiler, and out of the memory (H200):
-// - The loads are plain, and none hangs on a condition: a bad id reads row 0 and is put right later. With __ldg, or with
-//   `if (good)` around it, loads sink below other rows' stores to save registers, and one row is in flight.
+// - The loads are plain, and none hangs on a condition: a bad id reads row 0 and is put right later. With __ldg, or
+//   inside an `if (good)`, loads sink below other rows' stores to save registers, and one row is in flight.
 // - No division: block and grid have one dimension each for columns, batch and t. The machine code of a kernel is cold
 //   too, and every 128 bytes of it that are fetched before the first load delay everything at small sizes.
 // - The stores are plain. Streaming hints (st.cs) gain nothing, and cost the next layer, which finds out in the L2.
@@ -241,15 +241,15 @@ cudaError_t encoder_forward4(floatX *out, const int *inp, const floatX *wte, con
 
 // Slices of 256 bytes. Of B*T = 65536 uniform ids, 37 to 51 thousand are distinct: one such slice of their rows is 9 to
 // 13 MB and stays in the L2 while all positions pass, where whole rows are 56 to 420 MB. So a row comes from DRAM once,
-// however often it is asked for. Nsight Compute, of this access pattern on an H200: 58 MB read instead of 78 at C = 768,
-// 459 instead of 560 at C = 4096, the fewest there are. Slices of 128 bytes cost more in DRAM than they save.
+// however often it is asked for. Nsight Compute, of this access pattern on an H200: 58 MB read instead of 78 at C = 768
+// and 459 instead of 560 at C = 4096, the fewest there are. Slices of 128 bytes cost more in DRAM than they save.
 //
 // What is left: DRAM moves the fewest bytes, but not as fast as for a copy, since pieces of 256 bytes from everywhere
 // switch it between reading and writing, and between pages, more often than two streams do. Tried without gain: two and
 // eight rows, other orders of b and t, streaming stores, prefetch hints, fewer threads, a persistent grid, one piece of
-// the row for each multiprocessor, slices rotated by the id, bulk copies through shared memory. Holding wte in the L2 by
-// evict_last gains, but outlives the launch: it takes the cache from the next kernel, and makes cold measurements look
-// warm.
+// the row for each multiprocessor, slices rotated by the id, bulk copies through shared memory. Holding wte in the L2
+// by evict_last gains, but outlives the launch: it takes the cache from the next kernel, and makes cold measurements
+// look warm.
 template <typename floatX>
 cudaError_t encoder_forward5(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
