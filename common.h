@@ -101,10 +101,6 @@ __device__ P from_bits(typename Bits<sizeof(P)>::type bits) {
     return value;
 }
 
-// half2 for half, __nv_bfloat162 for __nv_bfloat16: declared only, to name the type.
-half2 pair_type(half);
-__nv_bfloat162 pair_type(__nv_bfloat16);
-
 // Loads: plain; read-only for the whole kernel, so that L1 may keep it (nc); streaming, read once (cs).
 template <typename P, typename T>
 __device__ P load_packed(const T *address) {
@@ -132,6 +128,10 @@ template <typename P, typename T>
 __device__ void store_packed_cg(T *address, const P &value) {
     __stcg(reinterpret_cast<typename Bits<sizeof(P)>::type *>(address), to_bits(value));
 }
+
+// half2 for half, __nv_bfloat162 for __nv_bfloat16: declared only, to name the type.
+half2 pair_type(half);
+__nv_bfloat162 pair_type(__nv_bfloat16);
 
 // a + b, each element's exact sum rounded once; 16-bit elements go two an instruction.
 template <typename T, int N>

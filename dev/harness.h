@@ -138,6 +138,17 @@ struct CheckResult {
     long long elements = 0;
     bool sampled = false;  // not every row was compared
     std::string message;   // what is wrong, where and by how much
+
+    void add(const CheckResult &other) {
+        elements += other.elements;
+        max_error = std::max(max_error, other.max_error);
+        sampled = sampled || other.sampled;
+        if (!other.ok && ok) fail(other.message);
+    }
+    void fail(const std::string &what) {
+        ok = false;
+        message = what;
+    }
 };
 
 // What a run of one version at one block size gave.
@@ -329,7 +340,7 @@ struct Harness {
     }
 
     void parse(int argc, char **argv) {
-        bool version_given = false, json_given = false;
+        bool version_given = false;
         for (int i = 1; i < argc; i++) {
             const std::string option = argv[i];
             auto argument = [&]() -> const char * {
@@ -358,7 +369,7 @@ struct Harness {
                 seed = (uint64_t)parse_integer("--seed", argument(), 0, INT64_MAX);
             } else if (option == "--json") {
                 json_path = argument();
-                json_given = true;
+                if (json_path.empty()) refuse(EXIT_BAD_INPUT, "--json: '' is not the name of a file");
             } else if (option == "--check") {
                 do_bench = false;
             } else if (option == "--bench") {
@@ -379,11 +390,11 @@ struct Harness {
         }
         if (!do_check && !do_bench)
             refuse(EXIT_BAD_INPUT, "--check and --bench exclude each other: give one, or neither");
-        if (list && json_given && json_path != "-") {
+        if (list && !json_path.empty() && json_path != "-") {
             refuse(EXIT_BAD_INPUT, "--json: '%s' with --list: it takes - there, for standard output",
                    json_path.c_str());
         }
-        if (json_given && json_path != "-") require_writable(json_path);
+        if (!json_path.empty() && json_path != "-") require_writable(json_path);
     }
 
     int parse_version(const std::string &text) {
@@ -400,7 +411,7 @@ struct Harness {
     // Without touching the file: a run that is refused later must leave nothing behind.
     void require_writable(const std::string &path) {
         struct stat about;
-        if (path.empty() || path.back() == '/' || (stat(path.c_str(), &about) == 0 && !S_ISREG(about.st_mode))) {
+        if (path.back() == '/' || (stat(path.c_str(), &about) == 0 && !S_ISREG(about.st_mode))) {
             refuse(EXIT_BAD_INPUT, "--json: '%s' is not the name of a file", path.c_str());
         }
         const size_t slash = path.rfind('/');
@@ -599,17 +610,15 @@ struct Harness {
     CheckResult check_output(const char *what, const floatX *data, long long rows, long long cols, double allowed,
                              const std::function<void(double *, long long)> &reference) {
         CheckResult result;
-        auto wrong = [&](const std::string &message) {
-            result.ok = false;
-            result.message = message;
-            return result;
-        };
         const unsigned char *begin = (const unsigned char *)data, *end = (const unsigned char *)(data + rows * cols);
         const long long outside = count_poison(begin - GUARD, GUARD, 1, true) + count_poison(end, GUARD, 1, true);
-        if (outside > 0)
-            return wrong(format("%s: %lld byte%s written outside it", what, outside, outside == 1 ? "" : "s"));
         const long long unwritten = count_poison(begin, rows * cols, sizeof(floatX), false);
-        if (unwritten > 0) return wrong(format("%s: %lld of %lld elements not written", what, unwritten, rows * cols));
+        if (outside > 0) {
+            result.fail(format("%s: %lld byte%s written outside it", what, outside, outside == 1 ? "" : "s"));
+        } else if (unwritten > 0) {
+            result.fail(format("%s: %lld of %lld elements not written", what, unwritten, rows * cols));
+        }
+        if (!result.ok) return result;
 
         const std::vector<long long> sample = rows_to_check(rows, cols);
         result.sampled = (long long)sample.size() < rows;
@@ -629,11 +638,7 @@ struct Harness {
                 return compare_rows(what, &host[from * cols], &sample[first + from], to - from, cols, allowed,
                                     reference);
             });
-            for (const CheckResult &part : parts) {
-                result.elements += part.elements;
-                result.max_error = std::max(result.max_error, part.max_error);
-                if (!part.ok && result.ok) wrong(part.message);
-            }
+            for (const CheckResult &part : parts) result.add(part);
         }
         return result;
     }
@@ -651,9 +656,8 @@ struct Harness {
                 const double error = ulps_apart(got[r * cols + c], row[c]);
                 result.max_error = std::max(result.max_error, error);
                 if (error > allowed && result.ok) {
-                    result.ok = false;
-                    result.message = format("%s[%lld,%lld] is %g, should be %g", what, rows[r], c,
-                                            (double)(float)got[r * cols + c], row[c]);
+                    result.fail(format("%s[%lld,%lld] is %g, should be %g", what, rows[r], c,
+                                       (double)(float)got[r * cols + c], row[c]));
                 }
             }
         }
@@ -721,26 +725,16 @@ struct Harness {
         const cudaError_t error = launch_and_wait(launch, block);
         CheckResult all;
         if (error != cudaSuccess) {
-            all.ok = false;
-            all.message = format("launch failed: %s", cudaGetErrorString(error));
+            all.fail(format("launch failed: %s", cudaGetErrorString(error)));
             return all;
         }
-        for (auto &check : check_outputs) {
-            const CheckResult one = check();
-            all.elements += one.elements;
-            all.max_error = std::max(all.max_error, one.max_error);
-            all.sampled = all.sampled || one.sampled;
-            if (!one.ok && all.ok) {
-                all.ok = false;
-                all.message = one.message;
-            }
-        }
+        for (auto &check : check_outputs) all.add(check());
         if (all.ok && status_device) {
             status_word status = 0;
             cudaCheck(cudaMemcpy(&status, status_device, sizeof(status), cudaMemcpyDeviceToHost));
-            all.ok = status == STATUS_OK;
-            if (!all.ok)
-                all.message = format("the status word reports a bad id at position %llu; there is none", status);
+            if (status != STATUS_OK) {
+                all.fail(format("the status word reports a bad id at position %llu; there is none", status));
+            }
         }
         return all;
     }
@@ -754,13 +748,13 @@ struct Harness {
     }
 
     // Milliseconds of `runs` launches, each between two events of its own; all are queued before the first is waited
-    // for, so that the time to issue a launch hides behind the flush.
+    // for, so that the time to issue a launch hides behind the work before it: the flush, where cold.
     template <typename Enqueue>
-    std::vector<double> time_cold(int runs, Enqueue enqueue) {
+    std::vector<double> time_runs(int runs, bool cold, Enqueue enqueue) {
         std::vector<cudaEvent_t> events(2 * runs);
         for (cudaEvent_t &event : events) cudaCheck(cudaEventCreate(&event));
         for (int i = 0; i < runs; i++) {
-            flush();
+            if (cold) flush();
             cudaCheck(cudaEventRecord(events[2 * i], stream));
             cudaCheck(enqueue());
             cudaCheck(cudaEventRecord(events[2 * i + 1], stream));
@@ -792,12 +786,12 @@ struct Harness {
         const double warm_seconds = ON_CPU ? 0.0 : 0.05, budget_seconds = ON_CPU ? 0.05 : 0.4;
         const int batch = repeat > 0 ? repeat : ON_CPU ? 5 : 10;
         double start = seconds_now();
-        do time_cold(ON_CPU ? 1 : 10, enqueue);
+        do time_runs(ON_CPU ? 1 : 10, true, enqueue);
         while (seconds_now() - start < warm_seconds);
         std::vector<double> all;
         start = seconds_now();
         for (double settled = -1;;) {
-            const std::vector<double> some = time_cold(batch, enqueue);
+            const std::vector<double> some = time_runs(batch, true, enqueue);
             all.insert(all.end(), some.begin(), some.end());
             const double median = quantile(all, 0.5);
             if (repeat > 0 || seconds_now() - start > budget_seconds) break;
@@ -823,32 +817,19 @@ struct Harness {
         cudaCheck(cudaStreamEndCapture(stream, &graph));
         cudaCheck(cudaGraphInstantiate(&executable, graph, 0));
         cudaCheck(cudaGraphLaunch(executable, stream));
-        std::vector<double> replays;
-        for (int i = 0; i < (ON_CPU ? 1 : 5); i++) {
-            cudaEvent_t begin, end;
-            cudaCheck(cudaEventCreate(&begin));
-            cudaCheck(cudaEventCreate(&end));
-            cudaCheck(cudaEventRecord(begin, stream));
-            cudaCheck(cudaGraphLaunch(executable, stream));
-            cudaCheck(cudaEventRecord(end, stream));
-            cudaCheck(cudaStreamSynchronize(stream));
-            float elapsed = 0;
-            cudaCheck(cudaEventElapsedTime(&elapsed, begin, end));
-            replays.push_back(elapsed / launches);
-            cudaCheck(cudaEventDestroy(begin));
-            cudaCheck(cudaEventDestroy(end));
-        }
+        auto replay = [&] { return cudaGraphLaunch(executable, stream); };
+        const double median = quantile(time_runs(ON_CPU ? 1 : 5, false, replay), 0.5);
         cudaCheck(cudaGraphExecDestroy(executable));
         cudaCheck(cudaGraphDestroy(graph));
-        return quantile(replays, 0.5);
+        return median / launches;
     }
 
     // Bytes read plus bytes written a second by the driver's own copy, from one half of the scratch to the other.
     void measure_copy() {
         const size_t half = scratch_bytes / 2;
         auto copy = [&] { return cudaMemcpyAsync(scratch + half, scratch, half, cudaMemcpyDeviceToDevice, stream); };
-        time_cold(10, copy);
-        copy_gbps = 2.0 * half / quantile(time_cold(20, copy), 0.5) * 1e-6;
+        time_runs(10, true, copy);
+        copy_gbps = 2.0 * half / quantile(time_runs(20, true, copy), 0.5) * 1e-6;
     }
 
     // ---- one version ----
@@ -860,12 +841,8 @@ struct Harness {
         if (block_size > 0) sizes = {block_size};
         max_error = 0;
         right = do_check ? check_version(sizes, launch) : try_launches(sizes, launch);
-        if (!right) {
-            exit_status = EXIT_WRONG;
-            write_json({number, version_name, 0, {}});
-            return;
-        }
-        if (!do_bench) return write_json({number, version_name, 0, {}});
+        if (!right) exit_status = EXIT_WRONG;
+        if (!right || !do_bench) return write_json({number, version_name, 0, {}});
         std::vector<Record> records;
         for (int size : sizes) {
             records.push_back({number, version_name, size, measure([&] { return launch(size, stream); })});
@@ -876,7 +853,7 @@ struct Harness {
         for (const Record &r : records) {
             fprintf(report, "block_size %4d | time %.4f ms | bandwidth %.2f GB/s", r.block_size, r.times.median,
                     gbps(r.times.median));
-            if (copy_gbps > 0) fprintf(report, " | %5.1f%% of copy", 100 * gbps(r.times.median) / copy_gbps);
+            if (copy_gbps > 0) fprintf(report, " | %5.1f%% of copy", pct_of_copy(r.times.median));
             fprintf(report, "%s\n", r.best ? "  <- best" : "");
             write_json(r);
         }
@@ -933,7 +910,9 @@ struct Harness {
 
     // ---- reports ----
 
+    // 0 where there is none.
     double gbps(double milliseconds) const { return milliseconds > 0 ? bytes / milliseconds * 1e-6 : 0; }
+    double pct_of_copy(double milliseconds) const { return copy_gbps > 0 ? 100 * gbps(milliseconds) / copy_gbps : 0; }
 
     void print_device() {
         if (ON_CPU) {
@@ -960,7 +939,7 @@ struct Harness {
         for (const Record &r : best_records) {
             fprintf(report, "%-8d %-16s %10d %12.4f %14.2f", r.version, r.name, r.block_size, r.times.median,
                     gbps(r.times.median));
-            if (copy_gbps > 0) fprintf(report, " %9.1f%%", 100 * gbps(r.times.median) / copy_gbps);
+            if (copy_gbps > 0) fprintf(report, " %9.1f%%", pct_of_copy(r.times.median));
             fprintf(report, "\n");
         }
         if (ON_CPU) fprintf(report, "(times on the CPU device, which say nothing about a GPU)\n");
@@ -981,15 +960,15 @@ struct Harness {
         line +=
             format(", \"N\": %lld, \"tokens\": %s, \"seed\": %llu, \"block_size\": %d", (long long)dim('b') * dim('t'),
                    quoted(token_source).c_str(), (unsigned long long)seed, r.block_size);
-        auto time = [&](double ms) { return r.times.runs > 0 ? format("%.6g", ms) : std::string("null"); };
         line += format(
             ", \"best\": %s, \"runs\": %d, \"time_ms_min\": %s, \"time_ms_median\": %s, \"time_ms_p90\": %s, "
             "\"time_ms_hot\": %s",
-            r.best ? "true" : "false", r.times.runs, time(r.times.min).c_str(), time(r.times.median).c_str(),
-            time(r.times.p90).c_str(), time(r.times.hot).c_str());
+            r.best ? "true" : "false", r.times.runs, positive_or_null(r.times.min).c_str(),
+            positive_or_null(r.times.median).c_str(), positive_or_null(r.times.p90).c_str(),
+            positive_or_null(r.times.hot).c_str());
         line += format(", \"bytes\": %.0f, \"gbps\": %s, \"copy_gbps\": %s, \"pct_of_copy\": %s", bytes,
                        positive_or_null(gbps(r.times.median)).c_str(), positive_or_null(copy_gbps).c_str(),
-                       positive_or_null(copy_gbps > 0 ? 100 * gbps(r.times.median) / copy_gbps : 0).c_str());
+                       positive_or_null(pct_of_copy(r.times.median)).c_str());
         line += format(", \"flops\": %.0f, \"tflops\": %s", flops,
                        positive_or_null(r.times.runs > 0 ? flops / r.times.median * 1e-9 : 0).c_str());
         line += format(", \"checked\": %s, \"ok\": %s, \"max_error\": %s, \"allowed_error\": %g, \"commit\": \"%s\"}\n",

@@ -25,24 +25,23 @@ encoder_forward -b 64 -c 769
 encoder_forward -b 64 --dtype fp32
 encoder_forward -b 64 --dtype fp16
 '
+quietly() {  # COMMAND...: prints what it says only if it fails, and ends the shell then
+    log=$("$@" 2>&1) || { echo "$log"; exit 1; }
+}
+export -f quietly
 for dtype in fp32 fp16 bf16; do
     for shape in "-b 8" "-b 5 -t 333 -c 769" "-b 1 -t 1000 -c 100 --tokens zipf" "-b 64 -t 3 -c 7 -v 5 --tokens one"; do
-        ./encoder_forward all --check --dtype $dtype $shape > "$work/check.txt" || { cat "$work/check.txt"; exit 1; }
+        quietly ./encoder_forward all --check --dtype $dtype $shape
     done
 done
 if [ -n "${SANITIZERS:-}" ]; then
-    sanitize() {  # TOOL DTYPE OPTIONS...: prints what the tool says only if it has something to say
-        log=$(compute-sanitizer --tool "$1" --error-exitcode 9 ./encoder_forward all --check --dtype "${@:2}" 2>&1) ||
-            { echo "$log"; exit 1; }
-    }
-    export -f sanitize
     for tool in memcheck racecheck initcheck synccheck; do
         for dtype in fp32 fp16 bf16; do
             for shape in "-b 3 -t 17 -c 264 -v 100" "-b 8 -t 5 -c 33 -v 100"; do
-                echo "sanitize $tool $dtype $shape"
+                echo "--tool $tool --error-exitcode 9 ./encoder_forward all --check --dtype $dtype $shape"
             done
         done
-    done | xargs -P 8 -I {} bash -c '{}'
+    done | xargs -P 8 -I {} bash -c 'quietly compute-sanitizer {}'
     echo "compute-sanitizer: memcheck, racecheck, initcheck and synccheck report nothing"
 fi
 while read -r kernel options; do
@@ -53,5 +52,4 @@ done <<< "$shapes"
 ./encoder_forward > "$work/run.txt"
 
 mkdir -p "$dir"
-rm -f "$work/check.txt"
 mv "$work"/* "$dir"/

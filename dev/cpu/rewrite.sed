@@ -46,8 +46,8 @@ t launch
 }
 
 # __shared__ T name[n]; keeps its place (the macro makes it thread_local: one OS thread runs a block) and is filled with
-# 0xFF when the block's first thread comes by. C++ wants alignas in front, and static once. One variable a declaration: of several,
-# only the last is filled.
+# 0xFF when the block's first thread comes by. C++ wants alignas in front, and static once. One variable a declaration:
+# of several, only the last is filled.
 s/static[[:space:]]\{1,\}__shared__/__shared__/
 s/__shared__[[:space:]]*\(alignas([^()]*\(([^()]*)[^()]*\)*)\)/\1 __shared__/
 s/\(__shared__[^;={]*[^A-Za-z0-9_;={]\)\([A-Za-z0-9_]\{1,\}\)\(\(\[[^];]*\]\)*\)[[:space:]]*;/\1\2\3; cpu::poison(\2);/
