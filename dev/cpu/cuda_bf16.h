@@ -1,4 +1,4 @@
-// The CPU device's cuda_bf16.h: bfloat16 (the upper half of a float), with CUDA's names and round-to-nearest-even.
+// The CPU device's cuda_bf16.h: bfloat16 (the upper half of a float), with CUDA's names and roundings.
 #pragma once
 
 #include "float16.h"
@@ -21,6 +21,9 @@ using nv_bfloat162 = __nv_bfloat162;
 
 inline __nv_bfloat16 __float2bfloat16(float x) { return __nv_bfloat16(x); }
 inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __nv_bfloat16(x); }
+inline __nv_bfloat16 __float2bfloat16_rz(float x) { return cpu::round_directed<__nv_bfloat16>(x, false); }
+inline __nv_bfloat16 __float2bfloat16_ru(float x) { return cpu::round_directed<__nv_bfloat16>(x, x > 0); }
+inline __nv_bfloat16 __float2bfloat16_rd(float x) { return cpu::round_directed<__nv_bfloat16>(x, x < 0); }
 inline __nv_bfloat16 __double2bfloat16(double x) { return __nv_bfloat16(x); }
 inline float __bfloat162float(__nv_bfloat16 x) { return x; }
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 x) { return x.bits; }
@@ -33,3 +36,8 @@ inline __nv_bfloat162 __float22bfloat162_rn(float2 v) { return __nv_bfloat162(v.
 inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {v.x, v.y}; }
 inline __nv_bfloat16 __low2bfloat16(__nv_bfloat162 v) { return v.x; }
 inline __nv_bfloat16 __high2bfloat16(__nv_bfloat162 v) { return v.y; }
+
+// As in CUDA, each half of the pair atomically, not the whole.
+inline __nv_bfloat162 atomicAdd(__nv_bfloat162 *p, __nv_bfloat162 v) {
+    return {atomicAdd(&p->x, v.x), atomicAdd(&p->y, v.y)};
+}

@@ -1,4 +1,4 @@
-// The CPU device's cuda_fp16.h: half, with CUDA's names and round-to-nearest-even.
+// The CPU device's cuda_fp16.h: half, with CUDA's names and roundings.
 #pragma once
 
 #include "float16.h"
@@ -35,6 +35,9 @@ using half2 = __half2;
 
 inline __half __float2half(float x) { return __half(x); }
 inline __half __float2half_rn(float x) { return __half(x); }
+inline __half __float2half_rz(float x) { return cpu::round_directed<__half>(x, false); }
+inline __half __float2half_ru(float x) { return cpu::round_directed<__half>(x, x > 0); }
+inline __half __float2half_rd(float x) { return cpu::round_directed<__half>(x, x < 0); }
 inline __half __double2half(double x) { return __half(x); }
 inline float __half2float(__half x) { return x; }
 inline unsigned short __half_as_ushort(__half x) { return x.bits; }
@@ -47,3 +50,8 @@ inline __half2 __float22half2_rn(float2 v) { return __half2(v.x, v.y); }
 inline float2 __half22float2(__half2 v) { return {v.x, v.y}; }
 inline __half __low2half(__half2 v) { return v.x; }
 inline __half __high2half(__half2 v) { return v.y; }
+
+// As in CUDA, each half of the pair atomically, not the whole.
+inline __half2 atomicAdd(__half2 *p, __half2 v) {
+    return {atomicAdd(&p->x, v.x), atomicAdd(&p->y, v.y)};
+}

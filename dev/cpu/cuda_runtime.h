@@ -29,13 +29,14 @@
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Vector types, with CUDA's sizes and alignments.
+// Vector types, with CUDA's sizes and alignments. Kernels move elements of any type through them, 16 bytes at a time;
+// may_alias tells the C++ compiler, which would take such accesses for unrelated ones.
 
 #define CPU_VECTOR_TYPES(T, name, align2, align4)                                                                      \
-    struct name##1 { T x; };                                                                                           \
-    struct alignas(align2) name##2 { T x, y; };                                                                        \
-    struct name##3 { T x, y, z; };                                                                                     \
-    struct alignas(align4) name##4 { T x, y, z, w; };                                                                  \
+    struct [[gnu::may_alias]] name##1 { T x; };                                                                        \
+    struct alignas(align2) [[gnu::may_alias]] name##2 { T x, y; };                                                     \
+    struct [[gnu::may_alias]] name##3 { T x, y, z; };                                                                  \
+    struct alignas(align4) [[gnu::may_alias]] name##4 { T x, y, z, w; };                                               \
     inline name##1 make_##name##1(T x) { return {x}; }                                                                 \
     inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                                         \
     inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                                                 \
@@ -221,7 +222,34 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T, int /*
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launches: kernel %cpu::config(grid, block, shared, stream)(arguments...).
+// Launches: kernel %cpu::config(grid, block, shared, stream)(arguments...), and cudaLaunchKernelEx. Grids run one after
+// the other, so that a programmatic launch finds its predecessors done. There are no clusters yet.
+
+enum cudaLaunchAttributeID {
+    cudaLaunchAttributeIgnore = 0,
+    cudaLaunchAttributeClusterDimension = 4,
+    cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
+union cudaLaunchAttributeValue {
+    char pad[64];
+    struct { unsigned x, y, z; } clusterDim;
+    int programmaticStreamSerializationAllowed;
+};
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    char pad[8 - sizeof(cudaLaunchAttributeID)];
+    cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute *attrs;
+    unsigned numAttrs;
+};
+
+inline void cudaGridDependencySynchronize() {}
+inline void cudaTriggerProgrammaticLaunchCompletion() {}
 
 namespace cpu {
 
@@ -229,12 +257,9 @@ namespace cpu {
 template <class... A> struct call;
 
 // What stands between <<< and >>>.
-struct config {
-    dim3 grid, block;
-    size_t shared;
-    cudaStream_t stream;
+struct config : cudaLaunchConfig_t {
     config(dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = 0)
-        : grid(grid), block(block), shared(shared), stream(stream) {}
+        : cudaLaunchConfig_t{grid, block, shared, stream, nullptr, 0} {}
     template <class... A> call<A...> operator()(A &&...arguments) const {
         return {*this, std::forward_as_tuple(std::forward<A>(arguments)...)};
     }
@@ -245,13 +270,16 @@ template <class... A> struct call {
 };
 
 // Runs (or captures) `body` once for every thread of the grid; `kernel` is for names and attributes.
-void launch(const void *kernel, const config &where, std::function<void()> body);
+cudaError_t launch(const void *kernel, const cudaLaunchConfig_t *where, std::function<void()> body);
 
-// The launch: arguments become parameters, by value, here and now; every thread gets its own copy of them.
+// The launch: arguments have become parameters, by value, here and now; every thread gets its own copy of them.
+template <class... P>
+cudaError_t launch(void (*kernel)(P...), const cudaLaunchConfig_t *where, const std::tuple<P...> &parameters) {
+    return launch((const void *)kernel, where, [kernel, parameters] { std::apply(kernel, parameters); });
+}
 template <class... P, class... A> void operator%(void (*kernel)(P...), call<A...> &&c) {
     static_assert(sizeof...(P) == sizeof...(A), "a kernel is launched with all its arguments");
-    std::tuple<P...> parameters(std::move(c.arguments));
-    launch((const void *)kernel, c.where, [kernel, parameters] { std::apply(kernel, parameters); });
+    launch(kernel, &c.where, std::tuple<P...>(std::move(c.arguments)));
 }
 
 // What threads can meet at. The order is that of the names in device.cc.
@@ -290,6 +318,12 @@ template <class To, class From> To bit_cast(From from) {
 }
 
 } // namespace cpu
+
+template <class... P, class... A>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...), A &&...arguments) {
+    static_assert(sizeof...(P) == sizeof...(A), "a kernel is launched with all its arguments");
+    return cpu::launch(kernel, config, std::tuple<P...>(std::forward<A>(arguments)...));
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Barriers and warp operations.
@@ -364,6 +398,12 @@ template <class T, class F> T atomic_update(T *p, F f) {
 template <class T> T atomicAdd(T *p, cpu::same_t<T> v) {
     if constexpr (std::is_integral_v<T> && sizeof(T) >= 4) return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
     else return cpu::atomic_update(p, [=](T old) { return old + v; });
+}
+inline float2 atomicAdd(float2 *p, float2 v) { // as in CUDA, each element atomically, not the whole
+    return {atomicAdd(&p->x, v.x), atomicAdd(&p->y, v.y)};
+}
+inline float4 atomicAdd(float4 *p, float4 v) {
+    return {atomicAdd(&p->x, v.x), atomicAdd(&p->y, v.y), atomicAdd(&p->z, v.z), atomicAdd(&p->w, v.w)};
 }
 template <class T> T atomicSub(T *p, cpu::same_t<T> v) {
     return cpu::atomic_update(p, [=](T old) { return (T)((std::make_unsigned_t<T>)old - (std::make_unsigned_t<T>)v); });

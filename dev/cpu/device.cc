@@ -670,15 +670,15 @@ static cudaError_t done(cudaError_t error) {
 }
 
 // Runs the grid; an error stays.
-static void run_grid(const void *kernel, const config &where, const std::function<void()> &body) {
+static void run_grid(const void *kernel, const cudaLaunchConfig_t &where, const std::function<void()> &body) {
     if (broken) return;
     job j;
     j.kernel = kernel;
     j.body = &body;
-    j.grid = where.grid;
-    j.block = where.block;
-    j.shared = where.shared;
-    j.blocks = (unsigned long long)where.grid.x * where.grid.y * where.grid.z;
+    j.grid = where.gridDim;
+    j.block = where.blockDim;
+    j.shared = where.dynamicSmemBytes;
+    j.blocks = (unsigned long long)j.grid.x * j.grid.y * j.grid.z;
     the_pool().run(j);
     if (!j.failed) return;
     std::lock_guard<std::mutex> guard(broken_lock);
@@ -1003,23 +1003,39 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute
     return done(cudaSuccess);
 }
 
-static cudaError_t check_config(const void *kernel, const config &where) {
-    const dim3 g = where.grid, b = where.block;
+static cudaError_t check_attribute(const cudaLaunchAttribute &a) {
+    const auto &cluster = a.val.clusterDim;
+    switch (a.id) {
+    case cudaLaunchAttributeIgnore:
+    case cudaLaunchAttributeProgrammaticStreamSerialization: return cudaSuccess;
+    case cudaLaunchAttributeClusterDimension:
+        if (cluster.x == 1 && cluster.y == 1 && cluster.z == 1) return cudaSuccess;
+    }
+    return cudaErrorNotSupported;
+}
+
+static cudaError_t check_config(const void *kernel, const cudaLaunchConfig_t &where) {
+    const dim3 g = where.gridDim, b = where.blockDim;
     if (!kernel) return cudaErrorInvalidDeviceFunction;
+    if (where.numAttrs && !where.attrs) return cudaErrorInvalidValue;
+    for (unsigned i = 0; i < where.numAttrs; i++)
+        if (cudaError_t error = check_attribute(where.attrs[i])) return error;
     if (!g.x || g.x > 0x7fffffff || !g.y || g.y > 65535 || !g.z || g.z > 65535) return cudaErrorInvalidConfiguration;
     if (!b.x || b.x > 1024 || !b.y || b.y > 1024 || !b.z || b.z > 64) return cudaErrorInvalidConfiguration;
     if ((unsigned long long)b.x * b.y * b.z > max_threads) return cudaErrorInvalidConfiguration;
-    if (where.shared <= shared_default) return cudaSuccess;
+    const size_t shared = where.dynamicSmemBytes;
+    if (shared <= shared_default) return cudaSuccess;
     locked guard(attributes_lock);
     const auto raised = shared_allowed.find(kernel);
-    return raised != shared_allowed.end() && where.shared <= raised->second ? cudaSuccess : cudaErrorInvalidValue;
+    return raised != shared_allowed.end() && shared <= raised->second ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-void cpu::launch(const void *kernel, const config &where, std::function<void()> body) {
+cudaError_t cpu::launch(const void *kernel, const cudaLaunchConfig_t *where, std::function<void()> body) {
     if (self) fail("it launches a kernel, which the CPU device does not support");
-    cudaError_t error = check_config(kernel, where);
-    if (!error) error = enqueue(where.stream, [=] { run_grid(kernel, where, body); });
-    done(error);
+    if (!where) return done(cudaErrorInvalidValue);
+    cudaError_t error = check_config(kernel, *where);
+    if (!error) error = enqueue(where->stream, [kernel, where = *where, body] { run_grid(kernel, where, body); });
+    return done(error);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -59,6 +59,16 @@ template <class self, class T> struct alignas(4) float16x2 {
     friend bool operator==(self a, self b) { return a.x == b.x && a.y == b.y; }
 };
 
+// x rounded toward zero, or away from it: its nearest 16-bit value, or the neighbour of that if it lies on the wrong
+// side of x. The bits of neighbours are neighbours, up to infinity.
+template <class T> T round_directed(float x, bool away) {
+    T nearest(x);
+    const float size = fabsf(nearest);
+    if (away && size < fabsf(x)) nearest.bits++;
+    if (!away && size > fabsf(x)) nearest.bits--;
+    return nearest;
+}
+
 template <class T> using if_float16 = std::enable_if_t<std::is_base_of_v<float16<T>, T>>;
 template <class T> using if_float16x2 = std::enable_if_t<std::is_base_of_v<float16x2<T, decltype(T::x)>, T>>;
 

@@ -71,6 +71,13 @@ template <class T> void expect_equal(const std::vector<T> &got, const std::vecto
         expect(got[i] == want[i], "%s: element %zu is %g, not %g", what, i, (double)got[i], (double)want[i]);
 }
 
+// Whether the device has what came with compute capability 9.0. The CPU device has it, but no compute capability.
+bool has_sm_90() {
+    int major;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+    return major == 0 || major >= 9;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // The grid.
 
@@ -344,6 +351,68 @@ void case_sub_warps() {
     expect(got[0] == 1 && got[32] == 8 + 255 && got[39] > 255, "partial warp: %d %d", got[0], got[32]);
 }
 
+__global__ void half_warps(unsigned *out) { // the halves of a warp meet by themselves, one more often than the other
+    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, mask = lane < 16 ? 0x0000ffff : 0xffff0000;
+    const int rounds = lane < 16 ? 3 + warp : 8 - warp;
+    unsigned sum = 0;
+    for (int i = 0; i < rounds; i++) {
+        sum += __shfl_xor_sync(mask, lane + i, 5) + __shfl_sync(mask, lane * i, 15, 16);
+        if (i % 2) __syncwarp(mask);
+        sum += __popc(__ballot_sync(mask, lane % 3 == 0)) + __match_any_sync(mask, lane / 4) % 65535;
+    }
+    __syncthreads();
+    out[threadIdx.x] = sum + __popc(__ballot_sync(0xffffffff, sum != 0));
+}
+
+void case_half_warps() {
+    array<unsigned> out(128, 0);
+    half_warps<<<1, 128>>>(out.p);
+    std::vector<unsigned> want;
+    for (unsigned t = 0; t < 128; t++) {
+        const unsigned lane = t % 32, rounds = lane < 16 ? 3 + t / 32 : 8 - t / 32, threes = lane < 16 ? 6 : 5;
+        unsigned sum = 32;
+        for (unsigned i = 0; i < rounds; i++)
+            sum += (lane ^ 5) + i + (lane < 16 ? 15 : 31) * i + threes + (0xfu << lane / 4 * 4) % 65535;
+        want.push_back(sum);
+    }
+    expect_equal(out.get(), want, "half-warps");
+}
+
+// Sums the values of lanes that have the same key, the lanes whose key is odd only, in two ways.
+__global__ void sum_by_key(const int *keys, const int *values, int *by_leader, int *by_match) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x % 32, key = keys[i], value = values[i];
+    unsigned rest = __ballot_sync(0xffffffff, key % 2);
+    if (key % 2 == 0) return;
+    const unsigned peers = __match_any_sync(rest, key);
+    int sum = 0;
+    for (unsigned from = peers; from; from &= from - 1) sum += __shfl_sync(peers, value, __ffs(from) - 1);
+    by_match[i] = sum;
+    while (true) { // a key a round; its lanes leave
+        const int leader = __ffs(rest) - 1;
+        const unsigned same = __ballot_sync(rest, key == __shfl_sync(rest, key, leader));
+        if (!(same >> lane & 1)) {
+            rest &= ~same;
+            continue;
+        }
+        for (unsigned from = same; from; from &= from - 1) by_leader[i] += __shfl_sync(same, value, __ffs(from) - 1);
+        break;
+    }
+    __syncwarp(peers);
+}
+
+void case_sum_by_key() {
+    const int n = 7 * 160;
+    std::vector<int> keys(n), values(n), want(n);
+    for (int i = 0; i < n; i++) keys[i] = i * i % (3 + i / 32 * 2), values[i] = i;
+    for (int i = 0; i < n; i++)
+        for (int j = i / 32 * 32; j < i / 32 * 32 + 32; j++)
+            if (keys[i] % 2 && keys[j] == keys[i]) want[i] += values[j];
+    array<int> k(keys), v(values), by_leader(n, 0), by_match(n, 0);
+    sum_by_key<<<7, 160>>>(k.p, v.p, by_leader.p, by_match.p);
+    expect_equal(by_leader.get(), want, "sums by leader");
+    expect_equal(by_match.get(), want, "sums by match");
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Atomics.
 
@@ -388,23 +457,60 @@ void case_atomics() {
     expect_equal(d.get(), {0.25 * n}, "double");
 }
 
-__global__ void atomics16(__half *h, __nv_bfloat16 *b, __half2 *h2, __nv_bfloat162 *b2) {
-    atomicAdd(&h[threadIdx.x % 3], __float2half(1.0f));
-    atomicAdd(&b[threadIdx.x % 3], __float2bfloat16(1.0f));
-    atomicAdd(h2, __floats2half2_rn(1.0f, 2.0f));
-    atomicAdd(b2, __floats2bfloat162_rn(1.0f, 0.5f));
+// Elements that all blocks add to at the same time. What was there before is added up too: each sum is seen once.
+struct totals {
+    __half h;
+    __nv_bfloat16 b;
+    __half2 h2;
+    __nv_bfloat162 b2;
+    float2 f2;
+    float4 f4;
+};
+
+__global__ void atomics_floats(totals *all, int *before, int n, bool vectors) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        float seen = 0;
+        if (vectors) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+            const float2 a = atomicAdd(&all[i].f2, make_float2(1, -2));
+            const float4 b = atomicAdd(&all[i].f4, make_float4(1, -2, 0.5f, 3));
+            seen = a.x + a.y + b.x + b.y + b.z + b.w;
+#endif
+        } else {
+            seen += __half2float(atomicAdd(&all[i].h, __float2half(1)));
+            seen += __bfloat162float(atomicAdd(&all[i].b, __float2bfloat16(1)));
+            const float2 a = __half22float2(atomicAdd(&all[i].h2, __floats2half2_rn(1, 2)));
+            const float2 b = __bfloat1622float2(atomicAdd(&all[i].b2, __floats2bfloat162_rn(-1, 0.5f)));
+            seen += a.x + a.y + b.x + b.y;
+        }
+        atomicAdd(&before[i], (int)(2 * seen));
+    }
 }
 
-void case_atomics16() {
-    array<__half> h(3, 0);
-    array<__nv_bfloat16> b(3, 0);
-    array<__half2> h2(1, 0);
-    array<__nv_bfloat162> b2(1, 0);
-    atomics16<<<10, 24>>>(h.p, b.p, h2.p, b2.p);
-    for (int i = 0; i < 3; i++)
-        expect(__half2float(h.get()[i]) == 80 && __bfloat162float(b.get()[i]) == 80, "element %d", i);
-    const float2 x = __half22float2(h2.get()[0]), y = __bfloat1622float2(b2.get()[0]);
-    expect(x.x == 240 && x.y == 480 && y.x == 240 && y.y == 120, "pairs: %g %g %g %g", x.x, x.y, y.x, y.y);
+void test_atomics_floats(bool vectors) {
+    const int n = 1000, blocks = vectors ? 2500 : 250; // bfloat16 holds integers up to 256
+    array<totals> all(n, 0);
+    array<int> before(n, 0);
+    atomics_floats<<<blocks, 256>>>(all.p, before.p, n, vectors);
+    const std::vector<totals> got = all.get();
+    for (const totals &t : got) {
+        const float2 h2 = __half22float2(t.h2), b2 = __bfloat1622float2(t.b2);
+        const float of_16[] = {__half2float(t.h), __bfloat162float(t.b), h2.x, h2.y, b2.x, b2.y};
+        const float of_32[] = {t.f2.x, t.f2.y, t.f4.x, t.f4.y, t.f4.z, t.f4.w};
+        const float added_16[] = {1, 1, 1, 2, -1, 0.5f}, added_32[] = {1, -2, 1, -2, 0.5f, 3};
+        for (int i = 0; i < 6; i++) {
+            expect(of_16[i] == (vectors ? 0 : blocks * added_16[i]), "16 bits, number %d: %g", i, (double)of_16[i]);
+            expect(of_32[i] == (vectors ? blocks * added_32[i] : 0), "32 bits, number %d: %g", i, (double)of_32[i]);
+        }
+    }
+    const int each = vectors ? 3 : 9; // twice what all six numbers grow by
+    expect_equal(before.get(), std::vector<int>(n, each * (blocks * (blocks - 1) / 2)), "what was there before");
+}
+
+void case_atomics16() { test_atomics_floats(false); }
+void case_atomics_vector() {
+    if (!has_sm_90()) skip("compute capability 9.0 adds float2 and float4 atomically");
+    test_atomics_floats(true);
 }
 
 __global__ void last_block_sums(const int *in, int *partial, unsigned *arrived, int *out) {
@@ -445,11 +551,17 @@ __global__ void widen_all(float *h, float *b) {
     b[bits] = __bfloat162float(__ushort_as_bfloat16((unsigned short)bits));
 }
 
-__global__ void round_all(const float *x, unsigned short *h, unsigned short *b, size_t n) {
+struct roundings {
+    unsigned short nearest, zero, up, down;
+};
+
+__global__ void round_all(const float *x, roundings *h, roundings *b, size_t n) {
     const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     if (i >= n) return;
-    h[i] = __half_as_ushort(__float2half_rn(x[i]));
-    b[i] = __bfloat16_as_ushort(__float2bfloat16_rn(x[i]));
+    h[i] = {__half_as_ushort(__float2half_rn(x[i])), __half_as_ushort(__float2half_rz(x[i])),
+            __half_as_ushort(__float2half_ru(x[i])), __half_as_ushort(__float2half_rd(x[i]))};
+    b[i] = {__bfloat16_as_ushort(__float2bfloat16_rn(x[i])), __bfloat16_as_ushort(__float2bfloat16_rz(x[i])),
+            __bfloat16_as_ushort(__float2bfloat16_ru(x[i])), __bfloat16_as_ushort(__float2bfloat16_rd(x[i]))};
 }
 
 // The value of a 16-bit float with so many mantissa bits, by the definition; infinity as if the exponents went on.
@@ -462,19 +574,24 @@ double value_of(unsigned bits, int mantissa_bits) {
     return bits & 0x8000 ? -size : size;
 }
 
-// The bits nearest to x, by bisection over all of them; a tie goes to the even ones.
-unsigned nearest_bits(float x, int mantissa_bits) {
+// The bits on either side of x, by bisection over all of them: which are nearest (a tie goes to the even ones), not
+// larger in size, not less, not greater.
+roundings rounded(double x, int mantissa_bits) {
     const unsigned infinity = ((1u << (15 - mantissa_bits)) - 1) << mantissa_bits;
-    const double size = fabs((double)x);
+    const double size = fabs(x);
     unsigned low = 0, high = infinity;
-    if (size >= value_of(high, mantissa_bits)) low = high;
     while (high - low > 1) {
         const unsigned middle = (low + high) / 2;
         (value_of(middle, mantissa_bits) <= size ? low : high) = middle;
     }
-    const double twice = value_of(low, mantissa_bits) + value_of(low + 1, mantissa_bits);
-    const unsigned bits = low == infinity || 2 * size < twice || (2 * size == twice && low % 2 == 0) ? low : low + 1;
-    return bits | (std::signbit(x) ? 0x8000 : 0);
+    const double below = value_of(low, mantissa_bits), above = value_of(high, mantissa_bits);
+    if (size == below) high = low;
+    if (std::isinf(x)) low = infinity;
+    const bool negative = std::signbit(x), nearer_below = 2 * size < below + above;
+    const unsigned nearest = nearer_below || (2 * size == below + above && low % 2 == 0) ? low : high;
+    const unsigned sign = negative ? 0x8000 : 0;
+    return {(unsigned short)(nearest | sign), (unsigned short)(low | sign),
+            (unsigned short)((negative ? low : high) | sign), (unsigned short)((negative ? high : low) | sign)};
 }
 
 void case_widen16() {
@@ -501,19 +618,25 @@ void case_round16() {
         for (unsigned bits = 0; bits < (mantissa_bits == 7 ? 0x7f80 : 0x7c00); bits++) {
             const double low = value_of(bits, mantissa_bits), high = value_of(bits + 1, mantissa_bits);
             for (double v : {low, low + (high - low) / 2}) {
-                const float f = (float)v, sign = bits % 2 ? -1.0f : 1.0f;
-                for (float near : {f, nextafterf(f, INFINITY), nextafterf(f, 0.0f)}) x.push_back(sign * near);
+                const float f = (float)v;
+                for (float near : {f, nextafterf(f, INFINITY), nextafterf(f, 0.0f)}) x.insert(x.end(), {near, -near});
             }
         }
     array<float> in(x);
-    array<unsigned short> h(x.size()), b(x.size());
+    array<roundings> h(x.size()), b(x.size());
     round_all<<<(unsigned)(x.size() + 255) / 256, 256>>>(in.p, h.p, b.p, x.size());
-    const std::vector<unsigned short> got[] = {h.get(), b.get()};
+    const std::vector<roundings> got[] = {h.get(), b.get()};
     for (int kind = 0; kind < 2; kind++)
         for (size_t i = 0; i < x.size(); i++) {
-            const unsigned bits = got[kind][i], infinity = kind ? 0x7f80 : 0x7c00;
-            const bool ok = std::isnan(x[i]) ? (bits & 0x7fff) > infinity : bits == nearest_bits(x[i], kind ? 7 : 10);
-            expect(ok, "%a as %s gives 0x%04x", x[i], kind ? "bfloat16" : "half", bits);
+            const roundings r = got[kind][i], want = rounded(x[i], kind ? 7 : 10);
+            const int infinity = kind ? 0x7f80 : 0x7c00;
+            bool ok = memcmp(&r, &want, sizeof r) == 0;
+            if (std::isnan(x[i])) {
+                ok = true;
+                for (int bits : {r.nearest, r.zero, r.up, r.down}) ok &= (bits & 0x7fff) > infinity;
+            }
+            expect(ok, "%a as %s: nearest 0x%04x, toward zero 0x%04x, up 0x%04x, down 0x%04x", x[i],
+                   kind ? "bfloat16" : "half", r.nearest, r.zero, r.up, r.down);
         }
 }
 
@@ -523,18 +646,20 @@ template <class T> __global__ void arithmetic16(const T *a, const T *b, T *out) 
     out[i + 64] = a[i] - b[i];
     out[i + 128] = a[i] * b[i];
     out[i + 192] = a[i] < b[i] ? (T)0.1 : (T)7;
+    out[i + 256] = a[i];
+    atomicAdd(&out[i + 256], b[i]); // the sum is rounded once
 }
 
 template <class T> void test_arithmetic16() {
     std::vector<T> a, b;
     for (int i = 0; i < 64; i++) a.push_back((T)(1.0f + i * 0.37f)), b.push_back((T)(30.0f - i * 0.53f));
-    array<T> x(a), y(b), out(256, 0);
+    array<T> x(a), y(b), out(320, 0);
     arithmetic16<T><<<1, 64>>>(x.p, y.p, out.p);
     const std::vector<T> got = out.get();
     for (int i = 0; i < 64; i++) {
         const double p = (float)a[i], q = (float)b[i];
-        const T want[] = {(T)(float)(p + q), (T)(float)(p - q), (T)(float)(p * q), p < q ? (T)0.1f : (T)7.0f};
-        for (int k = 0; k < 4; k++)
+        const T sum = (float)(p + q), want[] = {sum, (float)(p - q), (float)(p * q), p < q ? 0.1f : 7.0f, sum};
+        for (int k = 0; k < 5; k++)
             expect((float)got[k * 64 + i] == (float)want[k], "operation %d of %g and %g: %g", k, p, q,
                    (float)got[k * 64 + i]);
     }
@@ -548,27 +673,64 @@ void case_arithmetic16() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Loads, stores, vectors, intrinsics.
 
-__global__ void hinted_copies(const float4 *in, float4 *out, const int *in1, int *out1) {
+template <class T> __global__ void hinted_copies(const T *in, T *out) {
     const int i = threadIdx.x;
-    switch (i % 4) {
+    switch (i % 6) {
     case 0: __stcs(&out[i], __ldcs(&in[i])); break;
     case 1: __stcg(&out[i], __ldcg(&in[i])); break;
     case 2: __stwb(&out[i], __ldca(&in[i])); break;
-    default: __stwt(&out[i], __ldg(&in[i])); break;
+    case 3: __stwt(&out[i], __ldg(&in[i])); break;
+    case 4: out[i] = __ldlu(&in[i]); break;
+    default: out[i] = __ldcv(&in[i]); break;
     }
-    out1[i] = __ldg(&in1[i]) + __ldlu(&in1[i]) + __ldcv(&in1[i]);
+}
+
+template <class T> void test_hinted_copies(const char *type) {
+    std::vector<T> in(64);
+    for (size_t i = 0; i < 64 * sizeof(T); i++) ((unsigned char *)in.data())[i] = (unsigned char)(i * 7 % 120);
+    array<T> a(in), b(64, 0);
+    hinted_copies<T><<<1, 64>>>(a.p, b.p);
+    expect(memcmp(b.get().data(), in.data(), 64 * sizeof(T)) == 0, "%s through hinted accesses", type);
 }
 
 void case_cache_hints() {
-    std::vector<float4> in(64);
-    std::vector<int> in1(64), want1(64);
-    for (int i = 0; i < 64; i++) in[i] = make_float4(i, i + 0.25f, i + 0.5f, i + 0.75f), in1[i] = i, want1[i] = 3 * i;
-    array<float4> a(in), b(64, 0);
-    array<int> c(in1), d(64, 0);
-    hinted_copies<<<1, 64>>>(a.p, b.p, c.p, d.p);
-    const std::vector<float4> got = b.get();
-    expect(memcmp(got.data(), in.data(), 64 * sizeof(float4)) == 0, "float4 through hinted accesses");
-    expect_equal(d.get(), want1, "int through hinted loads");
+    test_hinted_copies<int>("int");
+    test_hinted_copies<uint2>("uint2");
+    test_hinted_copies<int4>("int4");
+    test_hinted_copies<uint4>("uint4");
+    test_hinted_copies<float4>("float4");
+    test_hinted_copies<longlong2>("longlong2");
+    test_hinted_copies<__half2>("half2");
+    test_hinted_copies<__nv_bfloat162>("bfloat162");
+}
+
+struct alignas(16) eight {
+    __nv_bfloat16 x[8];
+};
+
+__global__ void reverse_eights(const __nv_bfloat16 *in, __nv_bfloat16 *out, float *wide) {
+    const eight from = *(const eight *)(in + 8 * threadIdx.x);
+    eight to;
+    alignas(16) float wide4[4];
+    for (int k = 0; k < 8; k++) to.x[k] = from.x[7 - k];
+    for (int k = 0; k < 4; k++) wide4[k] = (float)from.x[k] + 1;
+    if (threadIdx.x % 2) *(eight *)(out + 8 * threadIdx.x) = to;
+    else *(uint4 *)(out + 8 * threadIdx.x) = *(const uint4 *)&to; // whatever they hold
+    *(uint4 *)(wide + 4 * threadIdx.x) = *(const uint4 *)wide4;
+}
+
+void case_aligned_struct() {
+    std::vector<__nv_bfloat16> in(512);
+    for (int i = 0; i < 512; i++) in[i] = __float2bfloat16((float)(i % 256));
+    array<__nv_bfloat16> a(in), b(512, 0);
+    array<float> wide(256, 0);
+    reverse_eights<<<1, 64>>>(a.p, b.p, wide.p);
+    const std::vector<__nv_bfloat16> got = b.get();
+    for (int i = 0; i < 512; i++)
+        expect((float)got[i] == (float)in[i / 8 * 8 + 7 - i % 8], "element %d: %g", i, (double)(float)got[i]);
+    std::vector<float> want;
+    for (int i = 0; i < 256; i++) want.push_back((float)in[i / 4 * 8 + i % 4] + 1);
+    expect_equal(wide.get(), want, "four floats as one word");
 }
 
 void case_vector_types() {
@@ -582,6 +744,8 @@ void case_vector_types() {
     const dim3 e(u);
     expect(d.x == 3 && d.y == 1 && d.z == 1 && e.x == 1 && e.y == 2 && e.z == 3, "dim3");
     expect(make_uint4(1, 2, 3, 4).w == 4 && make_int2(5, 6).y == 6 && make_ushort4(1, 2, 3, 4).z == 3, "make_*");
+    const int4 i = make_int4(-1, 2, -3, 4);
+    expect(i.x == -1 && i.y == 2 && i.z == -3 && i.w == 4, "make_int4");
 }
 
 __global__ void intrinsics(unsigned *out) {
@@ -753,6 +917,105 @@ void case_launch_errors() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// cudaLaunchKernelEx.
+
+// A row of y from the one before, which another block wrote in the launch before: the rows become 1, 2, 3...
+__global__ void step_on(float *y, const size_t step, float one) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+    cudaGridDependencySynchronize(); // what was launched before is done, and its writes are seen
+#endif
+    const size_t i = step * blockDim.x + threadIdx.x;
+    if (blockIdx.x == step % gridDim.x) y[i] = (step ? y[i - blockDim.x] : 0) + one;
+}
+
+template <class T, int n> __global__ void fill_with(T *out, const T value, dim3 seven) {
+    if (seven.x == 7) out[threadIdx.x] = value + n;
+}
+
+void case_launch_ex() {
+    const int steps = 50;
+    std::vector<float> want(steps * 64);
+    for (int i = 0; i < steps * 64; i++) want[i] = (float)(i / 64 + 1);
+    cudaStream_t s;
+    check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+    cudaLaunchAttribute attributes[3] = {};
+    attributes[0].id = cudaLaunchAttributeIgnore;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    attributes[2].id = cudaLaunchAttributeClusterDimension;
+    attributes[2].val.clusterDim.x = attributes[2].val.clusterDim.y = attributes[2].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = 3;
+    config.blockDim = dim3(64);
+    config.dynamicSmemBytes = 1000;
+    config.stream = s;
+    config.attrs = attributes;
+    for (unsigned count : {0, 1, 2, 3}) {
+        if (count > 1 && !has_sm_90()) break;
+        config.numAttrs = count;
+        for (bool captured : {false, true}) {
+            array<float> y(steps * 64, 0);
+            finish();
+            cudaGraph_t graph;
+            cudaGraphExec_t exec;
+            if (captured) check(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal));
+            for (int step = 0; step < steps; step++) check(cudaLaunchKernelEx(&config, step_on, y.p, step, 1.0));
+            if (captured) {
+                check(cudaStreamEndCapture(s, &graph));
+                check(cudaGraphInstantiate(&exec, graph, 0));
+                expect_equal(y.get(), std::vector<float>(steps * 64, 0.0f), "nothing runs while it is captured");
+                check(cudaGraphLaunch(exec, s));
+                check(cudaStreamSynchronize(s));
+                check(cudaGraphExecDestroy(exec));
+                check(cudaGraphDestroy(graph));
+            }
+            expect_equal(y.get(), want, captured ? "launches captured" : "launches");
+        }
+    }
+
+    array<double> filled(64, 0);
+    finish();
+    config.numAttrs = 0;
+    check(cudaLaunchKernelEx(&config, fill_with<double, 3>, filled.p, 4, 7)); // 4 becomes a double, 7 a dim3
+    check(cudaStreamSynchronize(s));
+    expect_equal(filled.get(), std::vector<double>(64, 7.0), "template kernel");
+
+    // Errors come back at once, and stay until they are asked for.
+    array<float> y(64, 0);
+    for (int what = 0; what < 4; what++) {
+        cudaLaunchConfig_t bad = config;
+        if (what == 0) bad.gridDim = 0;
+        if (what == 1) bad.gridDim = dim3(1, 65536);
+        if (what == 2) bad.blockDim = 1025;
+        if (what == 3) bad.dynamicSmemBytes = 49156;
+        const cudaError_t error = cudaLaunchKernelEx(&bad, step_on, y.p, 0, 1.0f);
+        expect(error == cudaErrorInvalidValue || (error == cudaErrorInvalidConfiguration && what < 3),
+               "launch %d: %s", what, cudaGetErrorName(error));
+        expect_launch_error({error}, "after cudaLaunchKernelEx");
+    }
+    expect_equal(y.get(), std::vector<float>(64, 0.0f), "what was refused does not run");
+    check(cudaStreamDestroy(s));
+}
+
+void case_error_words() {
+    const struct {
+        cudaError_t error;
+        int number;
+        const char *name, *words;
+    } errors[] = {{cudaSuccess, 0, "cudaSuccess", "no error"},
+                  {cudaErrorInvalidValue, 1, "cudaErrorInvalidValue", "invalid argument"},
+                  {cudaErrorMemoryAllocation, 2, "cudaErrorMemoryAllocation", "out of memory"},
+                  {cudaErrorInvalidConfiguration, 9, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
+                  {cudaErrorNotSupported, 801, "cudaErrorNotSupported", "operation not supported"}};
+    for (const auto &e : errors) {
+        expect(e.error == e.number && !strcmp(cudaGetErrorName(e.error), e.name), "error %d is %d, %s", e.number,
+               e.error, cudaGetErrorName(e.error));
+        expect(!strcmp(cudaGetErrorString(e.error), e.words), "%s: %s", e.name, cudaGetErrorString(e.error));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // What only the CPU device promises.
 
 #ifdef BOOKENDS_CPU_DEVICE
@@ -787,6 +1050,20 @@ __global__ void source_returned(int *out) {
 __global__ void source_beyond_block(int *out) { out[threadIdx.x] = __shfl_down_sync(0xffffffff, 1, 16); }
 
 __global__ void outside_own_mask(int *out) { out[threadIdx.x] = __shfl_sync(0x0000ffff, 1, 0); }
+
+__global__ void half_warp_short(int *out) { // lane 3 leaves the loop of its half before the others
+    const int lane = threadIdx.x % 32;
+    const unsigned mask = lane < 16 ? 0x0000ffff : 0xffff0000;
+    for (int i = 0; i < (lane == 3 ? 4 : 5); i++) out[threadIdx.x] += (int)__ballot_sync(mask, 1);
+    __syncthreads();
+}
+
+__global__ void mask_too_old(int *out) { // lane 2 has left, but lane 0 still asks for it
+    const int lane = threadIdx.x % 32;
+    const unsigned low = __ballot_sync(0xffffffff, lane < 3);
+    if (lane < 2) out[threadIdx.x] = __shfl_sync(lane == 0 ? low : 0x00000003, lane, 0);
+    __syncwarp();
+}
 
 __global__ void barriers_mixed(int *out) {
     if (threadIdx.x < 32) __syncthreads();
@@ -836,7 +1113,34 @@ void case_error_warp() {
     KERNEL_ERROR(outside_own_mask, 32, "__shfl_sync (mask 0x0000ffff) called by lane 16 of warp 0");
 }
 
+void case_error_partial_masks() {
+    KERNEL_ERROR(half_warp_short, 32,
+                 "__syncthreads reached by 17 of 32 threads (0 returned, 15 wait in their warp); "
+                 "warp 0: lanes 0x0000fff7 wait at __ballot_sync (mask 0x0000ffff)");
+    KERNEL_ERROR(mask_too_old, 32,
+                 "lanes 0xfffffffc wait at __syncwarp (mask 0xffffffff), "
+                 "lanes 0x00000001 wait at __shfl_sync (mask 0x00000007), "
+                 "lanes 0x00000002 wait at __shfl_sync (mask 0x00000003)");
+}
+
 void case_error_trap() { KERNEL_ERROR(trap, 32, "block (2,0,0): __trap in thread (3,0,0)"); }
+
+void case_launch_refused() {
+    array<float> y(64, 0);
+    cudaLaunchAttribute pair = {};
+    pair.id = cudaLaunchAttributeClusterDimension;
+    pair.val.clusterDim.x = 2, pair.val.clusterDim.y = pair.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {2, 64, 0, nullptr, &pair, 1};
+    const cudaError_t error = cudaLaunchKernelEx(&config, step_on, y.p, 0, 1.0f);
+    expect(error == cudaErrorNotSupported, "clusters of two: %s", cudaGetErrorName(error));
+    expect_launch_error({error}, "clusters of two");
+    expect(cudaLaunchKernelEx(nullptr, step_on, y.p, 0, 1.0f) == cudaErrorInvalidValue, "no configuration");
+    expect_launch_error({cudaErrorInvalidValue}, "no configuration");
+    config.attrs = nullptr;
+    expect(cudaLaunchKernelEx(&config, step_on, y.p, 0, 1.0f) == cudaErrorInvalidValue, "no attributes, but one");
+    expect_launch_error({cudaErrorInvalidValue}, "no attributes, but one");
+    expect_equal(y.get(), std::vector<float>(64, 0.0f), "what was refused does not run");
+}
 
 __global__ void read_poison(int *out) {
     __shared__ float unwritten;
@@ -873,8 +1177,9 @@ void case_overrun_shared() {
 
 #else
 void only_cpu() { skip("about the CPU device only"); }
-constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_error_trap = only_cpu,
-               case_poison = only_cpu, case_overrun_global = only_cpu, case_overrun_shared = only_cpu;
+constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_error_partial_masks = only_cpu,
+               case_error_trap = only_cpu, case_launch_refused = only_cpu, case_poison = only_cpu,
+               case_overrun_global = only_cpu, case_overrun_shared = only_cpu;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -886,10 +1191,11 @@ const struct {
 #define CASE(name) {#name, case_##name}
     CASE(grid), CASE(early_return), CASE(host_threads), CASE(shared_memory), CASE(barrier_loop),
     CASE(barrier_votes), CASE(block_sum), CASE(shuffles), CASE(votes), CASE(match_and_reduce),
-    CASE(sub_warps), CASE(atomics), CASE(atomics16), CASE(last_block), CASE(widen16), CASE(round16),
-    CASE(arithmetic16), CASE(cache_hints), CASE(vector_types), CASE(intrinsics), CASE(streams), CASE(graphs),
-    CASE(launch_errors), CASE(error_barrier), CASE(error_warp), CASE(error_trap), CASE(poison),
-    CASE(overrun_global), CASE(overrun_shared),
+    CASE(sub_warps), CASE(half_warps), CASE(sum_by_key), CASE(atomics), CASE(atomics16), CASE(atomics_vector),
+    CASE(last_block), CASE(widen16), CASE(round16), CASE(arithmetic16), CASE(cache_hints), CASE(aligned_struct),
+    CASE(vector_types), CASE(intrinsics), CASE(streams), CASE(graphs), CASE(launch_errors), CASE(launch_ex),
+    CASE(error_words), CASE(error_barrier), CASE(error_warp), CASE(error_partial_masks), CASE(error_trap),
+    CASE(launch_refused), CASE(poison), CASE(overrun_global), CASE(overrun_shared),
 };
 
 int main(int argc, char **argv) {
