@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 constexpr int WARP_SIZE = 32;
 
@@ -44,10 +45,24 @@ inline unsigned grid_blocks(long long threads, int *block_size) {
     return blocks > UINT32_MAX ? UINT32_MAX : (unsigned)blocks;
 }
 
+// Dynamic shared memory beyond 48 KB has to be asked for. To be called before the launch.
+template <typename... Parameters>
+cudaError_t allow_shared(void (*kernel)(Parameters...), size_t bytes) {
+    return bytes <= 48 << 10 ? cudaSuccess
+                             : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+}
+
 // The quiet NaN in each element type: what a position with a bad id gets.
 template <typename floatX>
 __device__ floatX quiet_nan() {
     return (floatX)__int_as_float(0x7fffffff);
+}
+
+// The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit.
+__host__ __device__ inline uint64_t mix64(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -101,7 +116,8 @@ __device__ P from_bits(typename Bits<sizeof(P)>::type bits) {
     return value;
 }
 
-// Loads: plain; read-only for the whole kernel, so that L1 may keep it (nc); streaming, read once (cs).
+// Loads: plain; read-only for the whole kernel, so that L1 may keep it (nc); from the L2, past L1 (cg); streaming, read
+// once (cs).
 template <typename P, typename T>
 __device__ P load_packed(const T *address) {
     return from_bits<P>(*reinterpret_cast<const typename Bits<sizeof(P)>::type *>(address));
@@ -109,6 +125,10 @@ __device__ P load_packed(const T *address) {
 template <typename P, typename T>
 __device__ P load_packed_nc(const T *address) {
     return from_bits<P>(__ldg(reinterpret_cast<const typename Bits<sizeof(P)>::type *>(address)));
+}
+template <typename P, typename T>
+__device__ P load_packed_cg(const T *address) {
+    return from_bits<P>(__ldcg(reinterpret_cast<const typename Bits<sizeof(P)>::type *>(address)));
 }
 template <typename P, typename T>
 __device__ P load_packed_cs(const T *address) {
@@ -149,6 +169,41 @@ __device__ Packed<T, N> add_packed(Packed<T, N> a, const Packed<T, N> &b) {
         for (int k = 0; k < N; k++) a[k] = (T)((float)a[k] + (float)b[k]);
     }
     return a;
+}
+
+// *address += value, element by element, each addition rounded to T; others may add to the same elements meanwhile. From
+// compute capability 9.0 on one instruction adds up to 16 bytes; before, it takes one for 2 halves or for 1 float.
+template <typename T, int N>
+__device__ void atomic_add_packed(T *address, const Packed<T, N> &value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if constexpr (sizeof(value) == 16) {
+        const uint4 bits = to_bits(value);
+        if constexpr (std::is_same_v<T, float>) {
+            asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(__uint_as_float(bits.x)),
+                         "f"(__uint_as_float(bits.y)), "f"(__uint_as_float(bits.z)), "f"(__uint_as_float(bits.w))
+                         : "memory");
+        } else if constexpr (std::is_same_v<T, half>) {
+            asm volatile("red.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(bits.x),
+                         "r"(bits.y), "r"(bits.z), "r"(bits.w)
+                         : "memory");
+        } else {
+            asm volatile("red.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(bits.x),
+                         "r"(bits.y), "r"(bits.z), "r"(bits.w)
+                         : "memory");
+        }
+        return;
+    }
+#endif
+    if constexpr (sizeof(T) == 2 && N > 1) {
+        typedef decltype(pair_type(T())) pair;
+        for (int k = 0; k < N; k += 2) {
+            pair two;
+            memcpy(&two, &value.payload[k], sizeof(two));
+            atomicAdd(reinterpret_cast<pair *>(address + k), two);
+        }
+    } else {
+        for (int k = 0; k < N; k++) atomicAdd(address + k, value[k]);
+    }
 }
 
 // The same at 128 bits, under the names people know from llm.c.
@@ -216,6 +271,52 @@ __device__ float block_reduce(float value, float identity) {
 __device__ inline float block_reduce_sum(float value) { return block_reduce<warp_reduce_sum>(value, 0.0f); }
 __device__ inline float block_reduce_max(float value) { return block_reduce<warp_reduce_max>(value, -INFINITY); }
 
+// The sum of the values of all threads before this one in the block, and of all in *total. As many threads as above.
+template <typename T>
+__device__ T block_exclusive_sum(T value, T *total) {
+    __shared__ T partial[WARP_SIZE];
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    auto inclusive = [&](T sum) {
+        for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
+            const T below = __shfl_up_sync(0xffffffffu, sum, offset);
+            if (lane >= offset) sum += below;
+        }
+        return sum;
+    };
+    const T through_me = inclusive(value);
+    if (lane == WARP_SIZE - 1) partial[warp] = through_me;
+    __syncthreads();
+    const T warp_sums = inclusive(lane < warps ? partial[lane] : T(0));
+    *total = __shfl_sync(0xffffffffu, warp_sums, WARP_SIZE - 1);
+    const T before = __shfl_sync(0xffffffffu, warp_sums, max(warp - 1, 0));
+    __syncthreads();
+    return (warp > 0 ? before : T(0)) + through_me - value;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// programmatic dependent launch (compute capability 9.0): a kernel may start before the one in front of it has ended
+
+// The next kernel in the stream, if it was launched for that, may start once every block here has come by.
+__device__ inline void start_next_kernel() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+// Returns when the kernel in front has ended and what it wrote is visible: at once, unless this one was launched early.
+__device__ inline void wait_for_previous_kernel() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
+// Whether the current device knows such launches.
+inline bool can_overlap_kernels() {
+    int device = 0, major = 0;
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // the status word: which position held the first bad token id
 
@@ -235,8 +336,9 @@ __device__ inline void report_bad_id(status_word *status, long long position) {
 // ---------------------------------------------------------------------------------------------------------------------
 // versions of a kernel
 
-// One row of a kernel file's table: the number people type, a short name, the one idea it adds, the launcher, and the
-// block size that was fastest when it was last tuned (what the library launches with).
+// One row of a kernel file's table: the number people type, a short name, the one idea it adds, the launcher, the block
+// size that was fastest when it was last tuned (what the library launches with), and whether the same input always gives
+// the same bits, whatever the block size and the load of the GPU.
 template <typename Launcher>
 struct Version {
     int number;
@@ -244,6 +346,7 @@ struct Version {
     const char *idea;
     Launcher launch;
     int block_size;
+    bool reproducible = true;
 };
 
 // The row with that number; 0 asks for the last, the best known. Null if there is none.

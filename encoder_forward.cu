@@ -278,8 +278,8 @@ void encoder_forward_race(Harness &h) {
     const floatX *wte = h.input(wte_values, (long long)V * C), *wpe = h.input(wpe_values, (long long)T * C);
     status_word *status = h.status();
     const int *ids = h.host_tokens.data();
-    floatX *out = h.output<floatX>("out", N, C, 1, [=](double *row, long long bt) {
-        encoder_forward_cpu(row, ids, wte_values, wpe_values, bt, bt + 1, T, C, V);
+    floatX *out = h.output<floatX>("out", N, C, 1, [=](Expected &row, long long bt) {
+        encoder_forward_cpu(row.value.data(), ids, wte_values, wpe_values, bt, bt + 1, T, C, V);
     });
     h.bytes = ((double)h.distinct_tokens() + T + N) * C * sizeof(floatX) + (double)N * sizeof(int);
     h.flops = (double)N * C;

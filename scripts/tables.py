@@ -17,10 +17,18 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "dev", "results")
 README = os.path.join(ROOT, "README.md")
 
+# Options that only some kernels have, and the values that go without saying.
+DEFAULTS = {"grad_dtype": "same", "overwrite": False, "rounding": "nearest"}
+
 
 def shape(record):
-    sizes = " ".join(f"{key}{record[key]}" for key in "BTCVP" if record[key] is not None)
-    return f"{sizes} {record['dtype']} {record['tokens']}"
+    parts = [f"{key}{record[key]}" for key in "BTCVP" if record[key] is not None]
+    parts += [record["dtype"], record["tokens"]]
+    for key, default in DEFAULTS.items():
+        value = record.get(key, default)
+        if value != default:
+            parts.append(key if value is True else f"{key}={value}")
+    return " ".join(parts)
 
 
 def table(device, kernel):

@@ -1,11 +1,24 @@
 /*
-Kernels that are wrong on purpose, to see the harness find them: out (N, C) is inp (N, C), save that out[0,0] is NaN and
-out[0,1] is infinite; first (N) is the first column of inp, in float. N = B*T; C is 2 at least.
+Kernels that are wrong on purpose, to see the harness find them. N = B*T rows; C is 2 at least.
 
-Version 1 and the last are right; what the others get wrong is in the table. With PLANTED_DUMP=FILE in the environment,
-the ids and the inputs as they are on the device are written to FILE.ids (int32) and FILE.inp (the element type).
+- out (N, C) is inp (N, C), save that out[0,0] is NaN, out[0,1] infinite and out[1,0] zero
+- first (N) is the first column of inp, in float
+- rounded (N) is a little more than that, in its own type: of each three rows, the first may be off by SLACK, the second
+  be rounded up or down, the third only to the nearest
+- total (N) has the first column added in even rows, and keeps the others; with --overwrite it is the first column
+- the workspace has SCRATCH bytes; another one has none
+
+The table says which versions are right, and what the others get wrong. The environment may ask for more:
+
+- PLANTED_DUMP=FILE: the ids and the inputs as they are on the device go to FILE.ids (int32) and FILE.inp (their type)
+- PLANTED_SKIP=" 3 4 ": those versions are skipped
+- PLANTED_ULPS=1: instead of all else, each line "TYPE RESULT VALUE SLACK EITHER_NEIGHBOUR" of standard input is
+  answered by how many ulps that result is off
 */
 #include "../harness.h"
+
+constexpr double SLACK = 0x1p-7, A_LITTLE = 0x1p-30;  // the latter as a part of a number, far below its ulp
+constexpr int SCRATCH = 100, OWN_REFERENCE_VERSION = 36;
 
 enum Fault {
     NONE,
@@ -25,15 +38,54 @@ enum Fault {
     NOTHING,
     NOTHING_THE_SECOND_TIME,
     LAUNCH_ERROR,
+    NOT_QUITE_ZERO,
+    OFF_BY_SLACK,
+    OFF_BY_MORE,
+    OTHER_NEIGHBOUR,
+    NO_NEIGHBOUR,
+    NOT_THE_NEAREST,
+    NOT_ADDED,
+    UNTOUCHED_CHANGED,
+    BEFORE_TOTAL,
+    WHOLE_WORKSPACE,
+    PAST_THE_WORKSPACE,
+    IN_NO_WORKSPACE,
+    WORKSPACE_NOT_CLEARED,
+    ONE_ULP_THE_SECOND_TIME,
+    ONE_ULP_AT_1024,
+    ANOTHER_NAN_AT_512,
+    OWN_REFERENCE,
 };
 
 template <typename floatX>
-__global__ void copy_kernel(floatX *out, float *first, const floatX *inp, long long N, int C, long long count) {
+struct Arrays {
+    floatX *out;
+    float *first;
+    floatX *rounded, *total;
+    char *workspace, *no_workspace;
+    const floatX *inp;
+    status_word *status;
+    long long N;
+    int C;
+    bool overwrite;
+};
+
+template <typename floatX>
+__global__ void copy_kernel(floatX *out, const floatX *inp, int C, long long count) {
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
-    out[i] = i == 0 ? quiet_nan<floatX>() : i == 1 ? (floatX)INFINITY : inp[i];
-    if (i % C == 0) first[i / C] = (float)inp[i];
-    if (count < N * C && i == 0) first[N - 1] = (float)inp[(N - 1) * C];  // C may be all that is left out
+    out[i] = i == 0 ? quiet_nan<floatX>() : i == 1 ? (floatX)INFINITY : i == C ? (floatX)0.0f : inp[i];
+}
+
+template <typename floatX>
+__global__ void rows_kernel(Arrays<floatX> a, bool add) {
+    const long long r = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (r >= a.N) return;
+    const float value = (float)a.inp[r * a.C];
+    a.first[r] = value;
+    a.rounded[r] = (floatX)value;
+    if (add && a.overwrite) a.total[r] = (floatX)value;
+    if (add && !a.overwrite && r % 2 == 0) a.total[r] = (floatX)((float)a.total[r] + value);
 }
 
 // Moves a number in [-1, 1) by that many ulps of its type, away from 0.
@@ -45,43 +97,66 @@ __global__ void move_kernel(floatX *element, int ulps) {
     memcpy(element, &bits, sizeof(floatX));
 }
 
+// The same, by that distance.
+template <typename floatX>
+__global__ void stretch_kernel(floatX *element, float distance) {
+    *element = (floatX)((float)*element + copysignf(distance, (float)*element));
+}
+
 template <typename T>
 __global__ void set_kernel(T *element, T value) {
     *element = value;
 }
 
 template <typename floatX>
-using Planted = cudaError_t (*)(floatX *out, float *first, const floatX *inp, status_word *status, long long N, int C,
-                                int block_size, cudaStream_t stream);
+using Planted = cudaError_t (*)(const Arrays<floatX> &a, int block_size, cudaStream_t stream);
 
 template <typename floatX, Fault fault>
-cudaError_t planted(floatX *out, float *first, const floatX *inp, status_word *status, long long N, int C,
-                    int block_size, cudaStream_t stream) {
+cudaError_t planted(const Arrays<floatX> &a, int block_size, cudaStream_t stream) {
     static int calls = 0;
-    if (fault == NOTHING || (fault == NOTHING_THE_SECOND_TIME && ++calls == 2)) return cudaSuccess;
+    const bool second = ++calls == 2;
+    if (fault == NOTHING || (fault == NOTHING_THE_SECOND_TIME && second)) return cudaSuccess;
     if (fault == LAUNCH_ERROR) block_size = 2048;
-    const long long count = N * C - (fault == LAST_UNWRITTEN);
+    const long long N = a.N, C = a.C, count = N * C - (fault == LAST_UNWRITTEN);
     const unsigned grid_size = ceil_div(N * C, (long long)block_size);
-    copy_kernel<floatX><<<grid_size, block_size, 0, stream>>>(out, first, inp, N, C, count);
+    copy_kernel<floatX><<<grid_size, block_size, 0, stream>>>(a.out, a.inp, a.C, count);
+    rows_kernel<floatX><<<grid_size, block_size, 0, stream>>>(a, fault != NOT_ADDED);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
 
-    const long long victim = N * C - 1 - C / 2;
-    const int ulps = fault == ONE_ULP ? 1 : fault == TWO_ULPS || (fault == AT_1024 && block_size == 1024) ? 2 : 0;
-    if (ulps > 0) move_kernel<floatX><<<1, 1, 0, stream>>>(out + victim, ulps);
+    const auto move = [&](floatX *element, int ulps) { move_kernel<floatX><<<1, 1, 0, stream>>>(element, ulps); };
     const auto set = [&](auto *element, auto value) {
         set_kernel<decltype(value)><<<1, 1, 0, stream>>>(element, value);
     };
+    floatX *const victim = a.out + (N * C - 1 - C / 2);
     const floatX one = (floatX)1.0f;
-    if (fault == PAST_THE_END) set(out + N * C, one);
-    if (fault == FAR_PAST_THE_END) set((char *)(out + N * C) + 65535, (char)0);
-    if (fault == BEFORE_THE_BEGINNING) set(out - 1, one);
-    if (fault == A_NAN) set(out + victim, (floatX)NAN);
-    if (fault == AN_INFINITY) set(out + victim, (floatX)-INFINITY);
-    if (fault == NO_NAN) set(out, one);
-    if (fault == NO_INFINITY) set(out + 1, (floatX)-INFINITY);
-    if (fault == SECOND_OUTPUT) set(first + N - 1, 2.0f);
-    if (fault == BAD_ID) set(status, (status_word)5);
+    if (fault == ONE_ULP) move(victim, 1);
+    if (fault == TWO_ULPS || (fault == AT_1024 && block_size == 1024)) move(victim, 2);
+    if (fault == PAST_THE_END) set(a.out + N * C, one);
+    if (fault == FAR_PAST_THE_END) set((char *)(a.out + N * C) + 65535, (char)0);
+    if (fault == BEFORE_THE_BEGINNING) set(a.out - 1, one);
+    if (fault == A_NAN) set(victim, (floatX)NAN);
+    if (fault == AN_INFINITY) set(victim, (floatX)-INFINITY);
+    if (fault == NO_NAN) set(a.out, one);
+    if (fault == NO_INFINITY) set(a.out + 1, (floatX)-INFINITY);
+    if (fault == NOT_QUITE_ZERO) set(a.out + C, (floatX)0x1p-20f);
+    if (fault == SECOND_OUTPUT) set(a.first + N - 1, 2.0f);
+    if (fault == OWN_REFERENCE) set(a.first, 2.0f);
+    if (fault == BAD_ID) set(a.status, (status_word)5);
+    if (fault == OFF_BY_SLACK || fault == OFF_BY_MORE) stretch_kernel<floatX><<<1, 1, 0, stream>>>(a.rounded, SLACK);
+    if (fault == OFF_BY_MORE) move(a.rounded, 1);
+    if (fault == OTHER_NEIGHBOUR) move(a.rounded + 1, 1);
+    if (fault == NO_NEIGHBOUR) move(a.rounded + 1, -1);
+    if (fault == NOT_THE_NEAREST) move(a.rounded + 2, 1);
+    if (fault == UNTOUCHED_CHANGED) set(a.total + 1, one);
+    if (fault == BEFORE_TOTAL) set(a.total - 1, one);
+    if (fault == WHOLE_WORKSPACE) cudaMemsetAsync(a.workspace, 0, SCRATCH, stream);
+    if (fault == PAST_THE_WORKSPACE) set(a.workspace + SCRATCH, (char)0);
+    if (fault == IN_NO_WORKSPACE) set(a.no_workspace, (char)0);
+    if (fault == WORKSPACE_NOT_CLEARED) cudaMemcpyAsync(a.first, a.workspace, 4, cudaMemcpyDeviceToDevice, stream);
+    if (fault == ONE_ULP_THE_SECOND_TIME && second) move(victim, 1);
+    if (fault == ONE_ULP_AT_1024 && block_size == 1024) move(victim, 1);
+    if (fault == ANOTHER_NAN_AT_512 && block_size == 512) move(a.out, -1);
     return cudaGetLastError();
 }
 
@@ -105,6 +180,24 @@ constexpr Version<Planted<floatX>> planted_versions[] = {
     {16, "once", "launches nothing the second time", planted<floatX, NOTHING_THE_SECOND_TIME>, 256},
     {17, "launch error", "asks for an impossible block size", planted<floatX, LAUNCH_ERROR>, 256},
     {18, "a \"right\" \\ one", "no fault, and a \"name\" to quote", planted<floatX, NONE>, 256},
+    {19, "not quite zero", "a small number where there should be 0", planted<floatX, NOT_QUITE_ZERO>, 256},
+    {20, "off by slack", "one element is off by what is allowed", planted<floatX, OFF_BY_SLACK>, 256},
+    {21, "off by more", "one element is off by an ulp more", planted<floatX, OFF_BY_MORE>, 256},
+    {22, "other neighbour", "one element is rounded up", planted<floatX, OTHER_NEIGHBOUR>, 256},
+    {23, "no neighbour", "one element is rounded beyond the number below", planted<floatX, NO_NEIGHBOUR>, 256},
+    {24, "not added", "the total stays as it was", planted<floatX, NOT_ADDED>, 256},
+    {25, "untouched changed", "a row of the total that should stay", planted<floatX, UNTOUCHED_CHANGED>, 256},
+    {26, "before the total", "an element before the total", planted<floatX, BEFORE_TOTAL>, 256},
+    {27, "workspace", "writes the whole workspace", planted<floatX, WHOLE_WORKSPACE>, 256},
+    {28, "past workspace", "a byte past the workspace", planted<floatX, PAST_THE_WORKSPACE>, 256},
+    {29, "no workspace", "a byte of the workspace of none", planted<floatX, IN_NO_WORKSPACE>, 256},
+    {30, "not cleared", "takes the workspace for cleared", planted<floatX, WORKSPACE_NOT_CLEARED>, 256},
+    {31, "changes", "an ulp off the second time", planted<floatX, ONE_ULP_THE_SECOND_TIME>, 256},
+    {32, "block size", "an ulp off at block size 1024", planted<floatX, ONE_ULP_AT_1024>, 256},
+    {33, "another NaN", "other bits of a NaN at block size 512", planted<floatX, ANOTHER_NAN_AT_512>, 256},
+    {34, "not reproducible", "version 32, which promises nothing", planted<floatX, ONE_ULP_AT_1024>, 256, false},
+    {35, "not the nearest", "one element is rounded up, not down", planted<floatX, NOT_THE_NEAREST>, 256},
+    {OWN_REFERENCE_VERSION, "own reference", "right by a reference of its own", planted<floatX, OWN_REFERENCE>, 256},
 };
 
 static void dump(const std::string &suffix, const void *device, size_t size) {
@@ -116,31 +209,73 @@ static void dump(const std::string &suffix, const void *device, size_t size) {
     if (!file || fwrite(host.data(), 1, size, file) != size || fclose(file) != 0) abort();
 }
 
+static int answer_ulps() {
+    char type[8];
+    double result, value, slack;
+    int either;
+    while (scanf("%7s %lf %lf %lf %d", type, &result, &value, &slack, &either) == 5) {
+        const std::string name = type;
+        printf("%.17g\n", name == "fp32"   ? ulps_off((float)result, value, slack, either)
+                          : name == "fp16" ? ulps_off((half)(float)result, value, slack, either)
+                                           : ulps_off((__nv_bfloat16)(float)result, value, slack, either));
+    }
+    return 0;
+}
+
 template <typename floatX>
 void planted_race(Harness &h) {
-    const long long N = (long long)h.dim('b') * h.dim('t');
-    const int C = h.dim('c');
-    const int *ids = h.tokens(N, h.dim('v'));
-    const Values<floatX> values = {h.dim('p'), h.seed};
-    const floatX *inp = h.input(values, N * C);
-    status_word *status = h.status();
-    floatX *out = h.output<floatX>("out", N, C, 1, [=](double *row, long long r) {
-        for (int c = 0; c < C; c++) row[c] = (double)(float)values[r * C + c];
-        if (r == 0) row[0] = NAN, row[1] = INFINITY;
+    Arrays<floatX> a = {};
+    a.N = (long long)h.dim('b') * h.dim('t');
+    a.C = h.dim('c');
+    a.overwrite = h.flag("--overwrite");
+    const int C = a.C, *ids = h.tokens(a.N, h.dim('v'));
+    const Values<floatX> values = {h.dim('p'), h.seed}, initial = {100, h.seed};
+    const auto first = [=](long long r) { return (double)(float)values[r * C]; };
+    a.inp = h.input(values, a.N * C);
+    a.status = h.status();
+    a.out = h.output<floatX>("out", a.N, C, 1, [=](Expected &row, long long r) {
+        for (int c = 0; c < C; c++) row.value[c] = (double)(float)values[r * C + c];
+        if (r == 0) row.value[0] = row.slack[0] = NAN;
+        if (r == 0) row.value[1] = row.slack[1] = INFINITY;  // as a sum's would be
+        if (r == 1) row.value[0] = 0;
     });
-    float *first = h.output<float>("first", N, 1, 1, [=](double *row, long long r) { row[0] = (float)values[r * C]; });
+    a.first = h.output<float>("first", a.N, 1, 0, [=, &h](Expected &row, long long r) {
+        row.value[0] = r == 0 && h.running == OWN_REFERENCE_VERSION ? 2 : first(r);
+    });
+    a.rounded = h.output<floatX>("rounded", a.N, 1, 0, [=](Expected &row, long long r) {
+        row.value[0] = first(r) * (1 + A_LITTLE);
+        if (r % 3 == 0) row.slack[0] = SLACK;
+        if (r % 3 == 1) row.either_neighbour = true;
+    });
+    a.total = h.output<floatX>(
+        "total", a.N, 1, 0,
+        [=](Expected &row, long long r) {
+            row.value[0] = (a.overwrite ? 0 : (float)initial[r]) + (a.overwrite || r % 2 == 0 ? first(r) : 0);
+        },
+        a.overwrite ? nullptr : &initial);
+    a.workspace = (char *)h.workspace(SCRATCH);
+    a.no_workspace = (char *)h.workspace(0);
+    h.skip = [](int version) {
+        const char *skipped = getenv("PLANTED_SKIP");
+        return skipped && strstr(skipped, (" " + std::to_string(version) + " ").c_str()) ? "it is not to \"run\"" : "";
+    };
+    if (a.overwrite && h.choice("--grad-dtype") == "fp32") {
+        h.refuse(EXIT_BAD_INPUT, "--overwrite: not with --grad-dtype fp32");
+    }
     h.bytes = (double)h.distinct_tokens();
-    h.flops = 0;
-    dump(".ids", ids, N * sizeof(int));
-    dump(".inp", inp, N * C * sizeof(floatX));
-    h.race(planted_versions<floatX>, [=](Planted<floatX> launch, int block_size, cudaStream_t stream) {
-        return launch(out, first, inp, status, N, C, block_size, stream);
-    });
+    h.flops = h.choice("--grad-dtype") == "fp32";
+    dump(".ids", ids, a.N * sizeof(int));
+    dump(".inp", a.inp, a.N * C * sizeof(floatX));
+    h.race(planted_versions<floatX>,
+           [=](Planted<floatX> launch, int block_size, cudaStream_t stream) { return launch(a, block_size, stream); });
 }
 
 int main(int argc, char **argv) {
+    if (getenv("PLANTED_ULPS")) return answer_ulps();
     Harness h("planted", "faults for the harness to find",
-              {{'b', "B", 2, 2}, {'t', "T", 64, 64}, {'c', "C", 40, 40}, {'v', "V", 100, 100}, {'p', "P", 1, 1}});
+              {{'b', "B", 2, 2}, {'t', "T", 64, 64}, {'c', "C", 40, 40}, {'v', "V", 100, 100}, {'p', "P", 1, 1}},
+              {{"--grad-dtype", {"same", "fp32"}, "changes nothing but the operations reported"},
+               {"--overwrite", {}, "the total is not added to"}});
     return h.main(argc, argv, planted_versions<float>, planted_race<float>, planted_race<half>,
                   planted_race<__nv_bfloat16>);
 }

@@ -19,8 +19,8 @@ VERSIONS = bookends.versions(NAME)
 SMALL = ["-b", 2, "-t", 8, "-c", 16, "-v", 100]
 ITEM = {"fp32": 4, "fp16": 2, "bf16": 2}
 
-ALWAYS = ("kernel version name device device_kind dtype B T C V P N tokens block_size max_error allowed_error "
-          "commit").split()
+ALWAYS = ("kernel version name device device_kind dtype B T C V P N tokens block_size skipped max_error "
+          "allowed_error commit").split()
 TIMED = "time_ms_min time_ms_median time_ms_p90 time_ms_hot bytes gbps pct_of_copy flops tflops".split()
 
 
@@ -59,7 +59,8 @@ def test_is_built():
 
 DEVICE_LINE = r"device: .+ \(sm_\d+, \d+ SMs\)(, copy \d+ GB/s)?" if ON_CUDA else \
     r"device: .+: its times say nothing about a GPU"
-CHECK_LINE = r"check: max error \d+\.\d \(allowed 1 (fp32|fp16|bf16) ulp\) over (\d+) elements: ok"
+CHECK_LINE = r"check: max error \d+\.\d \(allowed 1 (fp32|fp16|bf16) ulp\) over (\d+) elements, " \
+    r"the same bits each time: ok"
 TIME_LINE = r"block_size +(\d+) \| time \d+\.\d{4} ms \| bandwidth +\d+\.\d\d GB/s" + \
     (r" \| +\d+\.\d% of copy" if ON_CUDA else "") + r"(  <- best)?"
 
@@ -189,7 +190,8 @@ def test_json_keys_and_values():
         assert set(TIMED) <= set(record)
         assert record["kernel"] == NAME and record["device_kind"] == bookends.DEVICE and record["device"]
         assert [record[key] for key in "BTCVN"] == [2, 8, 16, 100, 16] and record["P"] is None
-        assert (record["dtype"], record["tokens"], record["ok"]) == ("fp16", "zipf", True)
+        assert (record["dtype"], record["tokens"], record["ok"], record["skipped"]) == \
+            ("fp16", "zipf", True, None)
         assert 0 < record["time_ms_min"] <= record["time_ms_median"] <= record["time_ms_p90"]
         assert record["time_ms_hot"] > 0
         assert record["gbps"] == pytest.approx(record["bytes"] / record["time_ms_median"] * 1e-6, rel=1e-3)
@@ -350,7 +352,7 @@ def test_bad_shapes(flag, value):
     (["--dtype", "BF16"], ["--dtype", "'BF16'"]),
     (["--dtype", ""], ["--dtype", "''"]),
     (["--tokens", ""], ["--tokens", "''", "uniform", "zipf", "one"]),
-    (["--tokens", "unifrom"], ["--tokens", "'unifrom'", "uniform", "zipf", "one", "No such file"]),
+    (["--tokens", "unifrom"], ["--tokens", "'unifrom'", "uniform", "zipf", "one", "sorted", "padded", "No such file"]),
     *[(["--block-size", size], ["--block-size", "'%s'" % size, "32", "1024"])
       for size in ("0", "-32", "31", "33", "1000", "1025", "1056", "2048", "x", "", "64.0")],
     *[(["--repeat", value], ["--repeat", "'%s'" % value, "1 to "]) for value in ("0", "-3", "many", "", "10" * 7)],
