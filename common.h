@@ -171,8 +171,8 @@ __device__ Packed<T, N> add_packed(Packed<T, N> a, const Packed<T, N> &b) {
     return a;
 }
 
-// *address += value, element by element, each addition rounded to T; others may add to the same elements meanwhile. From
-// compute capability 9.0 on one instruction adds up to 16 bytes; before, it takes one for 2 halves or for 1 float.
+// *address += value, element by element, each addition rounded to T; others may add to the same elements meanwhile.
+// From compute capability 9.0 on one instruction adds up to 16 bytes; before, it takes one for 2 halves or for 1 float.
 template <typename T, int N>
 __device__ void atomic_add_packed(T *address, const Packed<T, N> &value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -337,8 +337,8 @@ __device__ inline void report_bad_id(status_word *status, long long position) {
 // versions of a kernel
 
 // One row of a kernel file's table: the number people type, a short name, the one idea it adds, the launcher, the block
-// size that was fastest when it was last tuned (what the library launches with), and whether the same input always gives
-// the same bits, whatever the block size and the load of the GPU.
+// size that was fastest when it was last tuned (what the library launches with), and whether the same input always
+// gives the same bits, whatever the block size and the load of the GPU.
 template <typename Launcher>
 struct Version {
     int number;

@@ -1,5 +1,6 @@
 // The C library over the kernel files: argument checks, and from a bk_dtype and a version number to a launcher.
 #define BOOKENDS_NO_MAIN
+#include "../../encoder_backward.cu"
 #include "../../encoder_forward.cu"
 
 #include "bookends.h"
@@ -13,11 +14,15 @@ extern "C" const char *bk_error_string(int error) {
         case BK_ERROR_NULL:
             return "a pointer is null";
         case BK_ERROR_SHAPE:
-            return "a size is negative";
+            return "a size is negative or too large";
         case BK_ERROR_DTYPE:
             return "no such dtype";
         case BK_ERROR_VERSION:
             return "no such version";
+        case BK_ERROR_UNSUPPORTED:
+            return "this version cannot do that";
+        case BK_ERROR_FLAGS:
+            return "no such flag";
         default:
             return error > BK_ERROR_CUDA ? cudaGetErrorString((cudaError_t)(error - BK_ERROR_CUDA)) : "no such error";
     }
@@ -45,6 +50,51 @@ extern "C" int bk_encoder_forward(void *out, const int32_t *inp, const void *wte
             return encoder_forward<half>(out, inp, wte, wpe, status, B, T, C, V, version, stream);
         case BK_BF16:
             return encoder_forward<__nv_bfloat16>(out, inp, wte, wpe, status, B, T, C, V, version, stream);
+    }
+    return BK_ERROR_DTYPE;
+}
+
+template <typename floatX, typename gradX>
+static int encoder_backward(void *dwte, void *dwpe, const void *dout, const int32_t *inp, int64_t *status,
+                            void *workspace, int B, int T, int C, int V, int flags, uint64_t seed, int number,
+                            cudaStream_t stream) {
+    const auto *version = find_version(encoder_backward_versions<floatX, gradX>, number);
+    if (version == nullptr) return BK_ERROR_VERSION;
+    const GradientStore store = {(flags & BK_OVERWRITE) != 0, (flags & BK_STOCHASTIC) != 0, seed};
+    if (!dwte && !dwpe) return BK_OK;
+    if (B > 0 && T > 0 && C > 0) {
+        if (!dout || !inp) return BK_ERROR_NULL;
+        if (!workspace && bk_encoder_backward_workspace_bytes(B, T, C, V, number) > 0) return BK_ERROR_NULL;
+    }
+    cudaGetLastError();  // an error that an earlier call left behind is not this launch's
+    const cudaError_t error =
+        version->launch((gradX *)dwte, (gradX *)dwpe, (const floatX *)dout, inp, (status_word *)status, workspace, B, T,
+                        C, V, store, version->block_size, stream);
+    return error == cudaErrorNotSupported ? BK_ERROR_UNSUPPORTED : from_cuda(error);
+}
+
+extern "C" size_t bk_encoder_backward_workspace_bytes(int B, int T, int C, int V, int version) {
+    if (B < 0 || T < 0 || C < 0 || V < 0 || (long long)B * T > INT32_MAX) return 0;
+    return version >= 1 && version <= 3 ? 0 : encoder_backward_workspace_bytes(B, T, C, V);
+}
+
+extern "C" int bk_encoder_backward(void *dwte, void *dwpe, const void *dout, const int32_t *inp, int64_t *status,
+                                   void *workspace, int B, int T, int C, int V, bk_dtype dtype, bk_dtype grad_dtype,
+                                   int flags, uint64_t seed, int version, bk_stream stream) {
+    if (B < 0 || T < 0 || C < 0 || V < 0 || (long long)B * T > INT32_MAX) return BK_ERROR_SHAPE;
+    if (flags & ~(BK_OVERWRITE | BK_STOCHASTIC)) return BK_ERROR_FLAGS;
+    if (grad_dtype != dtype && grad_dtype != BK_FP32) return BK_ERROR_DTYPE;
+    auto call = [&](auto run) {
+        return run(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, flags, seed, version, stream);
+    };
+    switch (dtype) {
+        case BK_FP32:
+            return call(encoder_backward<float, float>);
+        case BK_FP16:
+            return call(grad_dtype == dtype ? encoder_backward<half, half> : encoder_backward<half, float>);
+        case BK_BF16:
+            return call(grad_dtype == dtype ? encoder_backward<__nv_bfloat16, __nv_bfloat16>
+                                            : encoder_backward<__nv_bfloat16, float>);
     }
     return BK_ERROR_DTYPE;
 }

@@ -14,13 +14,20 @@ import pathlib
 import subprocess
 
 import numpy as np
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("BOOKENDS_DEVICE") or "cpu"
 SANITIZE = os.environ.get("SANITIZE", "")
 BUILD = ROOT / (os.environ.get("BOOKENDS_BUILD") or "build/" + "-".join([DEVICE, *SANITIZE.split()]))
 
+ON_CUDA = DEVICE == "cuda"
+needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
+
 OK, ERROR_NULL, ERROR_SHAPE, ERROR_DTYPE, ERROR_VERSION, ERROR_CUDA = 0, 1, 2, 3, 4, 1000
+ERROR_UNSUPPORTED, ERROR_FLAGS = 5, 6
+OVERWRITE, STOCHASTIC = 1, 2  # flags
+INT_MIN, INT_MAX = -2**31, 2**31 - 1
 
 # ---------------------------------------------------------------------------------------------------------------------
 # element types
@@ -28,6 +35,13 @@ OK, ERROR_NULL, ERROR_SHAPE, ERROR_DTYPE, ERROR_VERSION, ERROR_CUDA = 0, 1, 2, 3
 Dtype = collections.namedtuple("Dtype", "name code bits")
 FP32, FP16, BF16 = Dtype("fp32", 0, np.uint32), Dtype("fp16", 1, np.uint16), Dtype("bf16", 2, np.uint16)
 DTYPES = (FP32, FP16, BF16)
+INFINITY = {FP32: 0x7f800000, FP16: 0x7c00, BF16: 0x7f80}
+# The largest and the smallest, normal and not, and what is on either side of half an ulp of the largest.
+SPECIAL = {
+    FP32: [0x7f7fffff, 0x7f7ffffe, 0x00800000, 0x007fffff, 0x00000001, 0x73000000, 0x3f800001],
+    FP16: [0x7bff, 0x7bfe, 0x4bff, 0x4c00, 0x4c01, 0x0400, 0x03ff, 0x0001, 0x3c01],  # 0x4c00: half an ulp of 0x7bff
+    BF16: [0x7f7f, 0x7f7e, 0x7aff, 0x7b00, 0x7b01, 0x0080, 0x007f, 0x0001, 0x3f81],
+}
 
 
 def to_bits(values, dtype):
@@ -62,6 +76,23 @@ def same(got, want, dtype):
     return (got == want) | (np.isnan(from_bits(got, dtype)) & np.isnan(from_bits(want, dtype)))
 
 
+def special_values(dtype):
+    """The bits of the specials and their negatives, zeros, ordinary numbers, infinities and NaN, signalling too."""
+    sign = 1 << (8 * np.dtype(dtype.bits).itemsize - 1)
+    positive = np.array([0, INFINITY[dtype], *SPECIAL[dtype], *to_bits([1.0, 0.5], dtype)], dtype.bits)
+    return np.concatenate([positive, positive | dtype.bits(sign), [dtype.bits(INFINITY[dtype] | 1)],
+                           to_bits([np.nan], dtype)]).astype(dtype.bits)
+
+
+def random_bits(rng, shape, dtype, exponents=(-9, 9)):
+    """Values of many magnitudes, so that sums need rounding at every bit."""
+    return to_bits(rng.standard_normal(shape) * np.exp2(rng.integers(*exponents, shape)), dtype)
+
+
+def random_ids(rng, B, T, V):
+    return rng.integers(0, V, (B, T)).astype(np.int32)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # memory
 
@@ -79,7 +110,7 @@ class Array:
         self.count, self.item = count, np.dtype(item)
         self.guard_fill = NAN_FILL if fill is None else fill
         total = count * self.item.itemsize + 2 * GUARD + 512 + offset * self.item.itemsize
-        if DEVICE == "cuda":
+        if ON_CUDA:
             import torch
             make = torch.zeros if fill is None else torch.empty
             self.memory = make(total, dtype=torch.uint8, device="cuda")
@@ -101,7 +132,7 @@ class Array:
         values = np.ascontiguousarray(values, self.item).reshape(-1).view(np.uint8)
         start = self.start + first * self.item.itemsize
         assert start + values.size <= self.end
-        if DEVICE == "cuda":
+        if ON_CUDA:
             import torch
             self.memory[start:start + values.size].copy_(torch.from_numpy(values))
         else:
@@ -127,16 +158,22 @@ class Array:
         self.memory[start:end] = byte
 
     def _bytes(self, start, end):
-        if DEVICE == "cuda":
-            import torch
-            torch.cuda.synchronize()
+        synchronize()
+        if ON_CUDA:
             return self.memory[start:end].cpu().numpy()
         return self.memory[start:end].copy()
 
 
+def synchronize():
+    """Waits for everything on the device."""
+    if ON_CUDA:
+        import torch
+        torch.cuda.synchronize()
+
+
 def available_bytes():
     """Device memory that may be taken."""
-    if DEVICE == "cuda":
+    if ON_CUDA:
         import torch
         return torch.cuda.mem_get_info()[0]
     try:
@@ -144,6 +181,12 @@ def available_bytes():
     except OSError:
         return 0
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
+def or_skip(needed):
+    """Skips the test that runs if so many bytes of device memory are not there."""
+    if available_bytes() < needed + (2 << 30):
+        pytest.skip("needs %.1f GiB of device memory" % (needed / 2**30))
 
 
 @contextlib.contextmanager
@@ -171,10 +214,13 @@ def library():
     if _library is None:
         _library = ctypes.CDLL(str(BUILD / "libbookends.so"))
         pointer, integer = ctypes.c_void_p, ctypes.c_int
-        _library.bk_error_string.restype = ctypes.c_char_p
-        _library.bk_error_string.argtypes = [integer]
-        _library.bk_encoder_forward.restype = integer
-        _library.bk_encoder_forward.argtypes = [pointer] * 5 + [integer] * 6 + [pointer]
+        for name, result, *arguments in (
+                ("bk_error_string", ctypes.c_char_p, integer),
+                ("bk_encoder_forward", integer, *[pointer] * 5, *[integer] * 6, pointer),
+                ("bk_encoder_backward_workspace_bytes", ctypes.c_size_t, *[integer] * 5),
+                ("bk_encoder_backward", integer, *[pointer] * 6, *[integer] * 7, ctypes.c_uint64, integer, pointer)):
+            function = getattr(_library, name)
+            function.restype, function.argtypes = result, arguments
     return _library
 
 
@@ -185,11 +231,30 @@ def error_string(code):
 def encoder_forward(out, inp, wte, wpe, status, B, T, C, V, dtype, version=0, stream=None):
     """bk_encoder_forward: each of the first five is an Array or None; dtype a Dtype or a number; stream an address.
     Returns (error code, status word or None)."""
-    arrays = (out, inp, wte, wpe, status)
-    with forbidden([a for a in arrays if a is not None]):
-        code = library().bk_encoder_forward(*[a and a.pointer for a in arrays], B, T, C, V,
-                                            getattr(dtype, "code", dtype), version, stream)
-    return code, None if status is None or stream is not None else int(status.get()[0])
+    code = _call("bk_encoder_forward", (out, inp, wte, wpe, status), B, T, C, V, dtype, version, stream)
+    return code, _word(status, stream)
+
+
+def encoder_backward_workspace_bytes(B, T, C, V, version=0):
+    return library().bk_encoder_backward_workspace_bytes(B, T, C, V, version)
+
+
+def encoder_backward(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, dtype, grad_dtype, flags=0, seed=0,
+                     version=0, stream=None):
+    """bk_encoder_backward, in the same way."""
+    code = _call("bk_encoder_backward", (dwte, dwpe, dout, inp, status, workspace), B, T, C, V, dtype, grad_dtype,
+                 flags, seed, version, stream)
+    return code, _word(status, stream)
+
+
+def _call(name, arrays, *arguments):
+    with forbidden([array for array in arrays if array is not None]):
+        return getattr(library(), name)(*[array and array.pointer for array in arrays],
+                                        *[getattr(argument, "code", argument) for argument in arguments])
+
+
+def _word(status, stream):
+    return None if status is None or stream is not None else int(status.get()[0])
 
 
 def status_array(value=-1):

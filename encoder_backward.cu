@@ -1,0 +1,999 @@
+/*
+The gradient of the token + position embedding:   dwte[inp[b,t],:] += dout[b,t,:]    dwpe[t,:] += sum_b dout[b,t,:]
+
+Ids repeat, so a row of dwte collects many rows of dout; how they meet is the whole problem. Atomics let them meet in
+memory, in whatever order; the order changes the rounding, one hot id makes everybody wait, and in 16-bit types every
+addition rounds. Versions 4 on find out first, on the GPU, which positions hold the same id, and add those up in an
+order that depends on nothing else: the same bits each time. The fewest bytes: dout and inp once, each row of dwte that
+is asked for and dwpe once each way (once only if they are overwritten: then rows that nobody asks for are zeroed).
+
+version 1  atomics: a thread an element, which it adds with atomics to dwte and dwpe
+version 2  no atomics: a thread a column, which loops over all positions
+version 3  x128 atomics: a thread 16 bytes, added by one instruction where the hardware has it
+version 4  grouped: positions are sorted by id; 16 threads add up a group and write its row once; the same for dwpe
+version 5  slices: a slice of the columns at a time: the L2 still holds what dwpe has read when dwte reads it again
+version 6  overlap: dwpe begins while the positions are being sorted
+
+Compile:  nvcc -O3 -arch=native encoder_backward.cu -o encoder_backward
+Run:      ./encoder_backward           the fastest version
+          ./encoder_backward 3         version 3 at every block size
+          ./encoder_backward all -b 64 --tokens zipf
+          ./encoder_backward --help
+*/
+#include "common.h"
+
+#include <cmath>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// CPU reference
+
+// Adds to row (C), in double, the rows of dout (N, C) at `count` positions: those that hold one id for a row of dwte,
+// those with one t for a row of dwpe. dout is anything that an offset indexes: a pointer to any float type, or values
+// made on demand. size (C), unless null, collects the magnitudes: what the rounding errors of a sum are measured by.
+template <typename Table>
+void encoder_backward_cpu(double *row, double *size, const Table &dout, const int *positions, long long count, int C) {
+    for (long long k = 0; k < count; k++) {
+        for (long long c = 0; c < C; c++) {
+            const double d = (double)dout[positions[k] * (long long)C + c];
+            row[c] += d;
+            if (size) size[c] += fabs(d);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// how results are stored
+
+// Default: += , rounded to nearest.
+struct GradientStore {
+    bool overwrite;   // the sums replace what is there, and rows that nobody asks for become zero
+    bool stochastic;  // 16-bit results are rounded up or down at random, so that they are right on average
+    uint64_t seed;    // of that
+};
+
+// 16 random bits for element i, the same whatever the kernel. SplitMix64 (Steele, Lea, Flood 2014), a word for four.
+__device__ inline unsigned rounding_bits(uint64_t seed, size_t i) {
+    return (unsigned)(mix64(seed + (i / 4 + 1) * 0x9e3779b97f4a7c15ull) >> (i % 4 * 16)) & 0xffff;
+}
+
+__device__ inline half round_toward_zero(float x, half) { return __float2half_rz(x); }
+__device__ inline __nv_bfloat16 round_toward_zero(float x, __nv_bfloat16) { return __float2bfloat16_rz(x); }
+
+// x rounded to a neighbour in floatX: to the one further from zero with a probability that is the way to it from the
+// other one, in steps of 2^-16. What nearest rounding makes an infinity becomes one, so that an overflow still shows.
+template <typename floatX>
+__device__ floatX round_stochastic(float x, unsigned random) {
+    const floatX nearest = (floatX)x, inner = round_toward_zero(x, floatX());
+    if ((float)nearest == x || isnan(x) || isinf((float)nearest)) return nearest;
+    unsigned short bits;
+    memcpy(&bits, &inner, sizeof(bits));
+    bits++;
+    floatX outer;
+    memcpy(&outer, &bits, sizeof(bits));
+    const float way = fabsf(x - (float)inner), step = fabsf((float)outer - (float)inner);
+    return way * 65536.0f > (float)random * step ? outer : inner;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// kernels
+
+// An element a thread, and its row is wherever the id says. Neighbouring threads add to neighbouring addresses, but an
+// atomic of 2 bytes is a whole trip to the L2, and on one hot id they queue there. The order of the additions is that
+// of arrival, and 16-bit gradients are rounded at each.
+template <typename floatX, typename gradX>
+__global__ void encoder_backward_kernel1(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
+                                         status_word *status, long long N, int T, int C, int V) {
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= N * C) return;
+    const long long bt = i / C, c = i % C, t = bt % T, id = inp[bt];
+    if (!id_in_range(inp[bt], V)) {
+        if (c == 0) report_bad_id(status, bt);
+        return;
+    }
+    const gradX d = (gradX)(float)dout[i];
+    if (dwte) atomicAdd(dwte + id * C + c, d);
+    if (dwpe) atomicAdd(dwpe + t * C + c, d);
+}
+
+// The textbook's other end: a thread has a column to itself and walks through all positions, so nobody else adds there.
+// No atomics and one order, but C threads are few, and each waits for memory at every step.
+template <typename floatX, typename gradX>
+__global__ void encoder_backward_kernel2(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
+                                         status_word *status, long long N, int T, int C, int V) {
+    const long long c = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (c >= C) return;
+    for (long long bt = 0; bt < N; bt++) {
+        const long long t = bt % T, id = inp[bt];
+        if (!id_in_range(inp[bt], V)) {
+            if (c == 0) report_bad_id(status, bt);
+            continue;
+        }
+        const float d = (float)dout[bt * C + c];
+        if (dwte) dwte[id * C + c] = (gradX)((float)dwte[id * C + c] + d);
+        if (dwpe) dwpe[t * C + c] = (gradX)((float)dwpe[t * C + c] + d);
+    }
+}
+
+// Kernel 1 with 16 bytes of dout a thread: one load, and one or two atomics where kernel 1 needs eight of each.
+template <typename floatX, typename gradX>
+__global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
+                                         status_word *status, long long N, int T, int C, int V) {
+    typedef Packed128<floatX> x128;
+    const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * x128::size;
+    if (i >= N * C) return;
+    const long long bt = i / C, c = i % C, t = bt % T, id = inp[bt];
+    if (!id_in_range(inp[bt], V)) {
+        if (c == 0) report_bad_id(status, bt);
+        return;
+    }
+    const x128 packed_dout = load128cs(dout + i);
+    constexpr int size = x128::size < Packed128<gradX>::size ? x128::size : Packed128<gradX>::size;
+    for (int part = 0; part < x128::size; part += size) {
+        Packed<gradX, size> d;
+        for (int k = 0; k < size; k++) d[k] = (gradX)(float)packed_dout[part + k];
+        if (dwte) atomic_add_packed(dwte + id * C + c + part, d);
+        if (dwpe) atomic_add_packed(dwpe + t * C + c + part, d);
+    }
+}
+
+// ---- grouping the positions by id ----
+
+// A group is the positions that hold one id, in ascending order. Groups of 2*PIECE and more are cut, so that one hot id
+// is work for many: every piece but the last has PIECE positions, and the last one up to 2*PIECE - 1.
+constexpr int PIECE = 32;
+__host__ __device__ inline int pieces_of(int length) { return length < 2 * PIECE ? 1 : length / PIECE; }
+
+// dwpe's sums over b are cut in the same way, in longer pieces: rows of dout that lie T apart are found without a list.
+constexpr int BATCH_PIECE = 64;
+__host__ __device__ inline int batch_pieces(int B) { return B < 2 * BATCH_PIECE ? 1 : B / BATCH_PIECE; }
+
+// Ids are dealt out to bins, each of which fits into the shared memory of a block: first by their remainder by the
+// number of buckets, a power of two, so that neighbouring (often similarly frequent) ids go to different ones; then, in
+// vocabularies beyond MAX_BUCKETS * BIN_IDS, by ranges of the quotient.
+constexpr int BIN_IDS = 512, MAX_BUCKETS = 512;
+struct Bins {
+    int log2_buckets;
+    int per_bucket;
+    int count;  // per_bucket << log2_buckets
+
+    Bins(unsigned N, int V) : log2_buckets(0) {
+        auto bucket_ids = [&] { return ceil_div(V, buckets()); };
+        while (buckets() < std::min(V, MAX_BUCKETS) && (bucket_ids() > BIN_IDS || N >> log2_buckets > 512)) {
+            log2_buckets++;
+        }
+        per_bucket = std::max(1, ceil_div(bucket_ids(), BIN_IDS));
+        count = per_bucket << log2_buckets;
+    }
+    __host__ __device__ int buckets() const { return 1 << log2_buckets; }
+};
+
+// Equal ids among 32 neighbouring positions.
+struct alignas(16) Run {
+    int id;
+    unsigned base, mask;  // positions base + k for each bit k
+    unsigned unused;
+};
+
+// What a tile has for a bucket.
+struct alignas(8) TilePart {
+    unsigned short first_run, runs;   // among the tile's runs, which lie bucket after bucket
+    unsigned short lower, positions;  // how many positions it has in lower buckets, and in this one
+};
+
+struct Bin {
+    unsigned begin;         // where its part of positions and of short_groups begins
+    unsigned short_groups;  // how many it has
+};
+
+// A group of one piece.
+struct alignas(16) ShortGroup {
+    int id, length;
+    unsigned at0, at1;  // its positions, if they are one or two; else at0 says where in Groups::positions they begin
+};
+
+// A piece of a group that is cut.
+struct alignas(16) LongPiece {
+    int id, length;  // of the whole group; length 0: no piece here
+    int first;       // where in Groups::positions the piece begins
+    int number;      // which piece of the group it is
+};
+
+// What lies in the workspace. A piece of a group that is cut is PIECE long at least: so first / PIECE + bin is a number
+// of its own, and those of a bin are a range of their own. It is its place in long_pieces, arrived and partials.
+struct Groups {
+    Run *runs;                 // (tiles, TILE)
+    TilePart *tile_parts;      // (buckets, tiles)
+    Bin *bins;                 // Bins::count
+    ShortGroup *short_groups;  // N places; a bin's, from its begin on
+    unsigned *positions;       // N, group after group, bin after bin; but those of groups of one or two are not stored
+    LongPiece *long_pieces;    // long_places
+    unsigned *asked;           // for each bin a bit for each of its ids: whether any position holds it
+    unsigned *arrived;         // partial_rows x slices, see meet
+    float *partials;           // partial_rows x C
+};
+__host__ __device__ inline unsigned long_places(unsigned N, unsigned bins) { return N / PIECE + bins; }
+
+// Rows of partials: the long pieces', then dwpe's.
+inline size_t partial_rows(int B, int T, int bins) {
+    return long_places((unsigned)B * T, bins) + (batch_pieces(B) > 1 ? (size_t)T * batch_pieces(B) : 0);
+}
+
+// First kernel of the grouping: a block a tile of the positions, a thread a position. Equal ids in a warp become one
+// run, so that a hot id is no more work than others; the tile's runs are then written bucket after bucket, in ascending
+// order within each.
+constexpr int TILE = 1024, TILE_WARPS = TILE / WARP_SIZE;
+inline size_t tile_shared_bytes(const Bins &bins) { return TILE_WARPS * bins.buckets() * sizeof(int); }
+
+static __global__ void __launch_bounds__(TILE)
+    encoder_backward_tile_kernel(Groups groups, const int *inp, status_word *status, unsigned N, int V, Bins bins,
+                                 size_t arrived_count) {
+    start_next_kernel();
+    extern __shared__ int shared[];  // (warps, buckets): a warp's runs in a bucket, then where they go
+    const int buckets = bins.buckets(), tile = blockIdx.x, tiles = gridDim.x;
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const unsigned p = (unsigned)tile * TILE + threadIdx.x;
+    const int id = p < N ? inp[p] : -1;
+    const bool good = id_in_range(id, V);
+    if (!good && p < N) report_bad_id(status, p);
+    for (int i = threadIdx.x; i < TILE_WARPS * buckets; i += TILE) shared[i] = 0;
+    for (size_t i = p; i < arrived_count; i += (size_t)tiles * TILE) groups.arrived[i] = 0;
+    __syncthreads();
+
+    const int bucket = good ? id & (buckets - 1) : -1;
+    const unsigned below = (1u << lane) - 1;
+    const unsigned same_id = __match_any_sync(0xffffffffu, good ? id : -1);
+    const unsigned same_bucket = __match_any_sync(0xffffffffu, bucket);
+    const bool leader = good && (same_id & below) == 0;
+    const unsigned leaders = __ballot_sync(0xffffffffu, leader) & same_bucket;
+    // Runs in the lower half of a word, positions in the upper one: a tile has at most TILE of each.
+    if (good && (same_bucket & below) == 0) {
+        shared[warp * buckets + bucket] = __popc(leaders) | __popc(same_bucket) << 16;
+    }
+    __syncthreads();
+    int total = 0, all;
+    if ((int)threadIdx.x < buckets) {
+#pragma unroll 8
+        for (int w = 0; w < TILE_WARPS; w++) {
+            const int count = shared[w * buckets + threadIdx.x];
+            shared[w * buckets + threadIdx.x] = total;
+            total += count;
+        }
+    }
+    const int before = block_exclusive_sum(total, &all);
+    if ((int)threadIdx.x < buckets) {
+        groups.tile_parts[(size_t)threadIdx.x * tiles + tile] = {(unsigned short)before, (unsigned short)total,
+                                                                 (unsigned short)(before >> 16),
+                                                                 (unsigned short)(total >> 16)};
+        shared[threadIdx.x] = before;  // warp 0 had zeros here
+    }
+    __syncthreads();
+    if (leader) {
+        const int at = (shared[bucket] + (warp > 0 ? shared[warp * buckets + bucket] : 0)) & 0xffff;
+        groups.runs[(size_t)tile * TILE + at + __popc(leaders & below)] = {id, p - lane, same_id, 0};
+    }
+}
+
+// Second kernel: a block a bin. It gathers the runs of its ids, tile after tile, and counts each id; sums over the
+// warps and the ids then say where each warp's positions of each id go, and a second round puts them there: in
+// ascending order within a group, whatever ran first. Where its part of the arrays begins follows from how many
+// positions the tiles have in lower buckets, so no block waits for another.
+constexpr int BIN_WARPS = 32;
+constexpr size_t bin_shared_bytes = ((BIN_WARPS + 3) * BIN_IDS + 1) * sizeof(int);
+
+static __global__ void __launch_bounds__(BIN_WARPS *WARP_SIZE)
+    encoder_backward_bin_kernel(Groups groups, int N, Bins bins, int tiles) {
+    start_next_kernel();
+    constexpr unsigned whole_warp = 0xffffffffu;
+    extern __shared__ int shared[];
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const unsigned below = (1u << lane) - 1;
+    const int bin = blockIdx.x, bucket = bin / bins.per_bucket, range = bin % bins.per_bucket;
+    int *counts = shared + warp * BIN_IDS;       // how many of each id this warp has; then where the next one goes
+    int *length = shared + BIN_WARPS * BIN_IDS;  // of each id's group
+    int *begin = length + BIN_IDS;               // where it begins in positions
+    int *place = begin + BIN_IDS;                // where it is in short_groups
+    int *lower = place + BIN_IDS;                // how many positions lower bins have
+    for (int i = threadIdx.x; i < (BIN_WARPS + 3) * BIN_IDS + 1; i += blockDim.x) shared[i] = 0;
+    __syncthreads();
+    wait_for_previous_kernel();
+
+    // A warp has a stretch of the tiles, and goes through their runs in this bucket in ascending order, 32 at a time.
+    // take(count, run, local): count positions of the id that is number `local` in this bin; count 0 if it is in
+    // another one, or there is no such run.
+    const int stretch = ceil_div(tiles, BIN_WARPS), first = min(warp * stretch, tiles),
+              end = min(first + stretch, tiles);
+    int my_lower = 0;
+    auto for_each_run = [&](auto take) {
+#pragma unroll 1
+        for (int some = first; some < end; some += WARP_SIZE) {
+            TilePart part = {0, 0, 0, 0};  // a tile a lane
+            if (some + lane < end) part = groups.tile_parts[(size_t)bucket * tiles + some + lane];
+            my_lower += part.lower;
+            int through = part.runs;  // runs up to and with this lane's tile
+            for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
+                const int before = __shfl_up_sync(whole_warp, through, offset);
+                if (lane >= offset) through += before;
+            }
+            const int all = __shfl_sync(whole_warp, through, WARP_SIZE - 1);
+            // run i lies at skip + i
+            const unsigned skip = (unsigned)(some + lane) * TILE + part.first_run - (through - part.runs);
+#pragma unroll 1
+            for (int i = lane; i - lane < all; i += WARP_SIZE) {
+                int owner = 0;  // the lane whose tile has run i: the first with i < through
+                for (int step = WARP_SIZE / 2; step > 0; step /= 2) {
+                    if (__shfl_sync(whole_warp, through, owner + step - 1) <= i) owner += step;
+                }
+                const unsigned at = __shfl_sync(whole_warp, skip, owner) + i;
+                Run run = {0, 0, 0, 0};
+                if (i < all) run = groups.runs[at];
+                const int quotient = run.id >> bins.log2_buckets, count = __popc(run.mask);
+                if (quotient < range * BIN_IDS) my_lower += count;
+                take(quotient / BIN_IDS == range ? count : 0, run, quotient % BIN_IDS);
+            }
+        }
+    };
+    // The sum of the counts of some lanes; a count has 6 bits.
+    auto sum_of_counts = [&](int count, unsigned lanes) {
+        int sum = 0;
+        for (int bit = 0; bit < 6; bit++) sum += __popc(__ballot_sync(whole_warp, count >> bit & 1) & lanes) << bit;
+        return sum;
+    };
+    for_each_run([&](int count, const Run &, int local) {
+        const unsigned same = __match_any_sync(whole_warp, count > 0 ? local : -1);
+        const int all = sum_of_counts(count, same);
+        if (count > 0 && (same & below) == 0) counts[local] += all;
+        __syncwarp();
+    });
+    if (my_lower > 0) atomicAdd(lower, my_lower);
+    __syncthreads();
+
+    // A thread for each id: where its positions go, and its place among the short groups; those of one position come
+    // behind the others, so that neighbours have as much to do.
+    const int mine = threadIdx.x;
+    int total = 0;
+    if (mine < BIN_IDS) {
+#pragma unroll 8
+        for (int w = 0; w < BIN_WARPS; w++) total += shared[w * BIN_IDS + mine];
+    }
+    const bool single = total == 1, several = total > 1 && pieces_of(total) == 1;
+    long long sums;  // positions; groups of one and of several, 10 bits each
+    const long long before = block_exclusive_sum((long long)total << 20 | (long long)single << 10 | several, &sums);
+    const int several_count = sums & 1023, single_count = sums >> 10 & 1023, list_begin = *lower;
+    if (mine < BIN_IDS) {
+        int at = list_begin + (int)(before >> 20);
+        begin[mine] = at;
+        length[mine] = total;
+        place[mine] = list_begin + (int)(single ? several_count + (before >> 10 & 1023) : before & 1023);
+        if (single || several) {
+            ShortGroup &group = groups.short_groups[place[mine]];
+            group.id = (range * BIN_IDS + mine) << bins.log2_buckets | bucket;
+            group.length = total;
+            if (total > 2) group.at0 = at;
+        }
+#pragma unroll 8
+        for (int w = 0; w < BIN_WARPS; w++) {
+            const int count = shared[w * BIN_IDS + mine];
+            shared[w * BIN_IDS + mine] = at;
+            at += count;
+        }
+        const unsigned asked = __ballot_sync(whole_warp, total > 0);
+        if (lane == 0) groups.asked[bin * (BIN_IDS / WARP_SIZE) + warp] = asked;
+    }
+    if (mine == 0) groups.bins[bin] = {(unsigned)list_begin, (unsigned)(several_count + single_count)};
+    // Bad ids are in no list: up to where the last one could end, there are no pieces.
+    const int list_end = bin == (int)gridDim.x - 1 ? N : list_begin + (int)(sums >> 20);
+    for (int i = list_begin / PIECE + bin + threadIdx.x; i <= list_end / PIECE + bin; i += blockDim.x) {
+        groups.long_pieces[i] = {0, 0, 0, 0};
+    }
+    __syncthreads();
+
+    for_each_run([&](int count, const Run &run, int local) {
+        const unsigned same = __match_any_sync(whole_warp, count > 0 ? local : -1);
+        const int earlier = sum_of_counts(count, same & below);
+        int at = count > 0 ? counts[local] + earlier : 0;
+        __syncwarp();
+        if (count > 0 && same >> lane == 1) counts[local] = at + count;
+        __syncwarp();
+        const int total = count > 0 ? length[local] : 0, offset = count > 0 ? at - begin[local] : 0;
+        if (count > 0 && total <= 2) {
+            ShortGroup &group = groups.short_groups[place[local]];
+            if (offset == 0) group.at0 = run.base + __ffs(run.mask) - 1;
+            if (offset + count == 2) group.at1 = run.base + 31 - __clz(run.mask);
+        }
+        const int number = ceil_div(offset, PIECE), pieces = pieces_of(total);
+        if (pieces > 1 && number < pieces && number * PIECE < offset + count) {  // a piece begins in this run
+            const int piece = at + number * PIECE - offset;
+            groups.long_pieces[piece / PIECE + bin] = {run.id, total, piece, number};
+        }
+        // A run's positions: the few of a short run one after the other, those of a long one all at once.
+        constexpr int few = 8;
+        if (total > 2 && count < few) {
+            for (unsigned rest = run.mask; rest != 0; rest &= rest - 1)
+                groups.positions[at++] = run.base + __ffs(rest) - 1;
+        }
+        for (unsigned rest = __ballot_sync(whole_warp, count >= few); rest != 0; rest &= rest - 1) {
+            const int source = __ffs(rest) - 1;
+            const unsigned mask = __shfl_sync(whole_warp, run.mask, source);
+            const unsigned base = __shfl_sync(whole_warp, run.base, source);
+            const int where = __shfl_sync(whole_warp, at, source);
+            if (mask >> lane & 1) groups.positions[where + __popc(mask & below)] = base + lane;
+        }
+    });
+}
+
+// ---- adding up ----
+
+// `width` neighbouring elements of a row, in accesses of at most 16 bytes. Rows of dout and partial sums are loaded
+// from the L2, past L1: each is read once here, and what other blocks have stored meanwhile must be seen. Rows of a
+// gradient are done with when they have been here once, which the streaming accesses tell the L2: it should hold dout.
+template <typename T, int width>
+struct Columns {
+    static constexpr int part = width < Packed128<T>::size ? width : Packed128<T>::size;
+    Packed<T, part> parts[width / part];
+
+    __device__ void load(const T *address) {
+#pragma unroll
+        for (int i = 0; i < width / part; i++) parts[i] = load_packed_cg<Packed<T, part>>(address + i * part);
+    }
+    __device__ void store(T *address) const {
+#pragma unroll
+        for (int i = 0; i < width / part; i++) store_packed(address + i * part, parts[i]);
+    }
+    __device__ void load_gradient(const T *address) {
+#pragma unroll
+        for (int i = 0; i < width / part; i++) parts[i] = load_packed_cs<Packed<T, part>>(address + i * part);
+    }
+    __device__ void store_gradient(T *address) const {
+#pragma unroll
+        for (int i = 0; i < width / part; i++) store_packed_cs(address + i * part, parts[i]);
+    }
+    __device__ T &operator[](int k) { return parts[k / part][k % part]; }
+};
+
+// sum += row(first) + ... + row(count-1), in that order; at(k) is where the columns of row(k) are, asked for in that
+// order too. in_flight rows are on their way at once; of the rest half as many, and so on.
+template <typename T, int in_flight, int width, typename At>
+__device__ void add_rows(float (&sum)[width], int first, int count, At at) {
+#pragma unroll 1
+    for (; count - first >= in_flight; first += in_flight) {
+        Columns<T, width> row[in_flight];
+#pragma unroll
+        for (int i = 0; i < in_flight; i++) row[i].load(at(first + i));
+#pragma unroll
+        for (int i = 0; i < in_flight; i++) {
+#pragma unroll
+            for (int k = 0; k < width; k++) sum[k] += (float)row[i][k];
+        }
+    }
+    if constexpr (in_flight > 1) add_rows<T, in_flight / 2>(sum, first, count, at);
+}
+
+// dwte or dwpe.
+template <typename gradX>
+struct Gradient {
+    gradX *data;
+    bool accumulate;
+    uint64_t seed;  // of stochastic rounding
+};
+
+// Zeros, if the gradient is overwritten.
+template <typename gradX, int width>
+__device__ void load_old(Columns<gradX, width> &old, const Gradient<gradX> &gradient, size_t at) {
+    if (gradient.accumulate) {
+        old.load_gradient(gradient.data + at);
+    } else {
+#pragma unroll
+        for (int k = 0; k < width; k++) old[k] = (gradX)0.0f;
+    }
+}
+
+// old + sum, in float, rounded once.
+template <bool stochastic, typename gradX, int width>
+__device__ void store_new(const Gradient<gradX> &gradient, size_t at, const float (&sum)[width],
+                          Columns<gradX, width> old) {
+#pragma unroll
+    for (int k = 0; k < width; k++) {
+        const float value = (float)old[k] + sum[k];
+        if constexpr (stochastic) {
+            old[k] = round_stochastic<gradX>(value, rounding_bits(gradient.seed, at + k));
+        } else {
+            old[k] = (gradX)value;
+        }
+    }
+    old.store_gradient(gradient.data + at);
+}
+
+// A team of 16 lanes adds up rows for one slice of the columns: in bf16, 16 bytes of 16 lanes are 256 bytes of a row.
+constexpr int LANES = 16;
+__device__ inline unsigned team_mask() { return 0xffffu << (threadIdx.y % 2 * LANES); }
+
+// Counts one more arrival; true for the last of `expected`. What the others stored before they arrived is then visible
+// to the whole team.
+__device__ inline bool arrive_last(unsigned *counter, unsigned expected) {
+    unsigned before = 0;
+    __threadfence();
+    __syncwarp(team_mask());
+    if (threadIdx.x == 0) before = atomicAdd(counter, 1);
+    before = __shfl_sync(team_mask(), before, 0, LANES);
+    __threadfence();
+    return before == expected - 1;
+}
+
+// Whose sum a team has.
+struct Piece {
+    unsigned row;        // of the gradient
+    int number, pieces;  // which piece of how many
+    size_t place;        // row of the partial sums for the group's first piece; the others follow
+};
+
+// The pieces of a long group meet in a tree: of every FAN neighbours, the last to arrive adds all their sums in order,
+// stores that in the first one's place, and goes on to the level above; from the last level it goes to the gradient. So
+// nobody waits, no further kernel is needed, and the order of the additions depends on the length of the group alone.
+// c: the thread's first column; unless `active`, it only goes along.
+constexpr int FAN = 16;
+
+template <bool stochastic, typename gradX, int width>
+__device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece, const Groups &groups, unsigned slice,
+                     unsigned slices, size_t C, unsigned c, bool active) {
+    float *const partials = groups.partials + c;
+    size_t stride = 1, mine = piece.place + piece.number;  // stride: between the places of neighbours on a level
+#pragma unroll 1
+    for (int level = 0;; level++) {
+        Columns<float, width> partial;
+#pragma unroll
+        for (int k = 0; k < width; k++) partial[k] = sum[k];
+        if (active) partial.store(partials + mine * C);
+        // A node of one child has its sum already; the others span more places than there are levels: one to count in
+        // for each level.
+        const int first = piece.number / FAN * FAN, children = min(FAN, piece.pieces - first);
+        const size_t node = piece.place + first * stride;
+        if (children > 1) {
+            if (!arrive_last(&groups.arrived[(node + level) * slices + slice], children)) return;
+#pragma unroll
+            for (int k = 0; k < width; k++) sum[k] = 0.0f;
+            add_rows<float, 4>(sum, 0, children, [&](int k) { return partials + (node + k * stride) * C; });
+        }
+        if (piece.pieces <= FAN) break;
+        mine = node;
+        piece.number = first / FAN;
+        piece.pieces = ceil_div(piece.pieces, FAN);
+        stride *= FAN;
+    }
+    if (!active) return;
+    Columns<gradX, width> old;
+    load_old(old, gradient, piece.row * C + c);
+    store_new<stochastic>(gradient, piece.row * C + c, sum, old);
+}
+
+// Who does what: of the blocks for one slice, the first are dwpe's, then come the pieces of long groups, the short
+// groups, and the zeros for rows that nobody asked for.
+struct Blocks {
+    unsigned dwpe, long_pieces, short_groups, zeros;
+    bool slice_by_slice;  // else all slices of a block's work are neighbours
+};
+constexpr int POSITIONS_PER_TEAM = 16;  // of the short groups, about
+
+// All that is left once the positions are grouped. A team adds up the rows of a piece and stores the sum, or lets it
+// meet those of the group's other pieces; a team of the short groups goes on to the next one, whose entry in the list
+// it has loaded before.
+//
+// Slice by slice: blocks start in order of x, then y, then z, so all work on one slice of the columns is done before
+// the next begins. A slice of dout is small enough for the L2: what dwpe's blocks have read in long runs, dwte's read
+// again from there, in whatever order the ids want. dwpe needs no groups, so its first two slices go ahead.
+template <typename floatX, typename gradX, int width, bool stochastic>
+__global__ void __launch_bounds__(1024)
+    encoder_backward_kernel4(Gradient<gradX> dwte, Gradient<gradX> dwpe, const floatX *dout, const int *inp,
+                             Groups groups, status_word *status, int B, int T, unsigned C, int V, Blocks blocks,
+                             Bins bins) {
+    const unsigned team = threadIdx.y, teams = blockDim.y, N = (unsigned)B * T,
+                   slices = ceil_div(C, LANES * width * 1u);
+    const unsigned yz = blockIdx.z * gridDim.y + blockIdx.y;
+    unsigned x = blocks.slice_by_slice ? blockIdx.x : yz, s = blocks.slice_by_slice ? yz : blockIdx.x;
+    const bool for_dwpe = x < blocks.dwpe;
+    if (blocks.slice_by_slice) {  // dwpe 0; dwpe 1, dwte 0; dwte 1; dwpe 2, dwte 2; dwpe 3, dwte 3; ...
+        if (for_dwpe && s == 2) return;
+        if (!for_dwpe || s > 2) s--;
+    }
+    if (s >= slices) return;
+    const unsigned column = (s * LANES + threadIdx.x) * width;
+    const bool active = column < C;  // the others read along in column 0
+    const unsigned c = active ? column : 0;
+    dout += c;
+
+    Piece piece;
+    float sum[width] = {};
+    if (for_dwpe) {
+        const unsigned i = x * teams + team, t = i % T, number = i / T, pieces = batch_pieces(B);
+        if (number >= pieces) return;
+        if (pieces > 1) wait_for_previous_kernel();  // which zeroes the counters
+        piece = {t, (int)number, (int)pieces, long_places(N, bins.count) + (size_t)t * pieces};
+        const unsigned b = number * BATCH_PIECE, count = number == pieces - 1 ? B - b : BATCH_PIECE;
+        Columns<gradX, width> old;
+        if (pieces == 1) load_old(old, dwpe, (size_t)t * C + c);
+        auto good = [&](unsigned k) { return id_in_range(inp[(size_t)(b + k) * T + t], V); };
+        bool bad = false;
+#pragma unroll 4
+        for (unsigned k = threadIdx.x; k < count; k += LANES) bad = bad || !good(k);
+        const floatX *next = dout + ((size_t)b * T + t) * C;
+        auto next_row = [&](int) {
+            const floatX *row = next;
+            next += (size_t)T * C;
+            return row;
+        };
+        if (!__any_sync(team_mask(), bad)) {
+            add_rows<floatX, 8>(sum, 0, count, next_row);
+        } else {
+#pragma unroll 1
+            for (unsigned k = 0; k < count; k++) {
+                if (good(k)) {
+                    add_rows<floatX, 1>(sum, k, k + 1, next_row);
+                } else {
+                    next_row(k);
+                    if (s == 0 && threadIdx.x == 0) report_bad_id(status, (long long)(b + k) * T + t);
+                }
+            }
+        }
+        if (pieces == 1) {
+            if (active) store_new<stochastic>(dwpe, (size_t)t * C + c, sum, old);
+            return;
+        }
+    } else {
+        x -= blocks.dwpe;
+        wait_for_previous_kernel();
+        if (x < blocks.long_pieces) {
+            const unsigned i = x * teams + team;
+            if (i >= long_places(N, bins.count)) return;
+            const LongPiece mine = groups.long_pieces[i];
+            if (mine.length == 0) return;
+            const int pieces = pieces_of(mine.length);
+            const int count = mine.number == pieces - 1 ? mine.length - mine.number * PIECE : PIECE;
+            piece = {(unsigned)mine.id, mine.number, pieces, i - mine.number};
+            const unsigned *positions = groups.positions + mine.first;
+            add_rows<floatX, 8>(sum, 0, count, [&](int k) { return dout + (size_t)positions[k] * C; });
+        } else if ((x -= blocks.long_pieces) < blocks.short_groups) {
+            const Bin bin = groups.bins[x % bins.count];
+            const ShortGroup *list = groups.short_groups + bin.begin;
+            const unsigned stride = blocks.short_groups / bins.count * teams;
+            unsigned i = x / bins.count * teams + team;
+            if (i >= bin.short_groups) return;
+            ShortGroup next = list[i];
+#pragma unroll 1
+            do {
+                const ShortGroup group = next;
+                i += stride;
+                if (i < bin.short_groups) next = list[i];
+                const size_t at = (size_t)group.id * C + c;
+                Columns<gradX, width> old;
+                load_old(old, dwte, at);
+#pragma unroll
+                for (int k = 0; k < width; k++) sum[k] = 0.0f;
+                add_rows<floatX, 4>(sum, 0, group.length, [&](int k) {
+                    const unsigned p = group.length > 2 ? groups.positions[group.at0 + k]
+                                       : k == 0         ? group.at0
+                                                        : group.at1;
+                    return dout + (size_t)p * C;
+                });
+                if (active) store_new<stochastic>(dwte, at, sum, old);
+            } while (i < bin.short_groups);
+            return;
+        } else {
+            const unsigned id = (x - blocks.short_groups) * teams + team;
+            if (id >= (unsigned)V || !active) return;
+            const unsigned quotient = id >> bins.log2_buckets;
+            const unsigned bin = (id & (bins.buckets() - 1)) * bins.per_bucket + quotient / BIN_IDS;
+            const unsigned word = groups.asked[(bin * BIN_IDS + quotient % BIN_IDS) / WARP_SIZE];
+            if (word >> (quotient % WARP_SIZE) & 1) return;
+            Columns<gradX, width> zeros;
+#pragma unroll
+            for (int k = 0; k < width; k++) zeros[k] = (gradX)0.0f;
+            zeros.store_gradient(dwte.data + ((size_t)id * C + c));
+            return;
+        }
+    }
+    // Member by member: of a choice between two structs, the compiler would make copies in local memory.
+    const Gradient<gradX> gradient = {for_dwpe ? dwpe.data : dwte.data, dwte.accumulate,
+                                      for_dwpe ? dwpe.seed : dwte.seed};
+    meet<stochastic>(sum, gradient, piece, groups, s, slices, C, c, active);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// launchers
+
+template <typename floatX, typename gradX>
+using EncoderBackward = cudaError_t (*)(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
+                                        status_word *status, void *workspace, int B, int T, int C, int V,
+                                        GradientStore store, int block_size, cudaStream_t stream);
+
+// What versions 1 to 3 share: which calls they cannot serve, and zeros to add to where they overwrite.
+template <typename gradX>
+cudaError_t encoder_backward_begin(gradX *dwte, gradX *dwpe, int T, int C, int V, GradientStore store,
+                                   cudaStream_t stream) {
+    if (store.stochastic && sizeof(gradX) == 2) return cudaErrorNotSupported;
+    cudaError_t error = cudaSuccess;
+    if (store.overwrite && dwte) error = cudaMemsetAsync(dwte, 0, (size_t)V * C * sizeof(gradX), stream);
+    if (store.overwrite && dwpe && error == cudaSuccess) {
+        error = cudaMemsetAsync(dwpe, 0, (size_t)T * C * sizeof(gradX), stream);
+    }
+    return error;
+}
+
+template <typename floatX, typename gradX>
+cudaError_t encoder_backward1(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+                              void * /*workspace*/, int B, int T, int C, int V, GradientStore store, int block_size,
+                              cudaStream_t stream) {
+    const cudaError_t error = encoder_backward_begin(dwte, dwpe, T, C, V, store, stream);
+    const long long N = (long long)B * T;
+    if (error != cudaSuccess || N * C == 0) return error;
+    const unsigned grid_size = grid_blocks(N * C, &block_size);
+    encoder_backward_kernel1<floatX, gradX>
+        <<<grid_size, block_size, 0, stream>>>(dwte, dwpe, dout, inp, status, N, T, C, V);
+    return cudaGetLastError();
+}
+
+template <typename floatX, typename gradX>
+cudaError_t encoder_backward2(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+                              void * /*workspace*/, int B, int T, int C, int V, GradientStore store, int block_size,
+                              cudaStream_t stream) {
+    const cudaError_t error = encoder_backward_begin(dwte, dwpe, T, C, V, store, stream);
+    const long long N = (long long)B * T;
+    if (error != cudaSuccess || N * C == 0) return error;
+    const unsigned grid_size = grid_blocks(C, &block_size);
+    encoder_backward_kernel2<floatX, gradX>
+        <<<grid_size, block_size, 0, stream>>>(dwte, dwpe, dout, inp, status, N, T, C, V);
+    return cudaGetLastError();
+}
+
+// Rows that 16 bytes don't divide, or that start elsewhere, go to version 1.
+template <typename floatX, typename gradX>
+cudaError_t encoder_backward3(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+                              void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
+                              cudaStream_t stream) {
+    const int x128_size = Packed128<floatX>::size;
+    const int grad_size = Packed128<gradX>::size;
+    if (vector_width(x128_size, C, dout) < x128_size || vector_width(grad_size, C, dwte, dwpe) < grad_size) {
+        return encoder_backward1(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, store, block_size, stream);
+    }
+    const cudaError_t error = encoder_backward_begin(dwte, dwpe, T, C, V, store, stream);
+    const long long N = (long long)B * T;
+    if (error != cudaSuccess || N * C == 0) return error;
+    const unsigned grid_size = grid_blocks(N * C / x128_size, &block_size);
+    encoder_backward_kernel3<floatX, gradX>
+        <<<grid_size, block_size, 0, stream>>>(dwte, dwpe, dout, inp, status, N, T, C, V);
+    return cudaGetLastError();
+}
+
+// The arrays of Groups, one after the other, each at a multiple of 16 bytes. Returns what lies behind the last.
+inline char *lay_out_groups(Groups *groups, char *workspace, int B, int T, int C, int V) {
+    auto take = [&](auto **array, size_t count) {
+        workspace = (char *)(((uintptr_t)workspace + 15) / 16 * 16);
+        *array = (std::remove_reference_t<decltype(*array)>)workspace;
+        workspace += count * sizeof(**array);
+    };
+    const Bins bins((unsigned)B * T, V);
+    const size_t N = (size_t)B * T, rows = partial_rows(B, T, bins.count), tiles = ceil_div(N, (size_t)TILE);
+    take(&groups->runs, tiles * TILE);
+    take(&groups->tile_parts, tiles << bins.log2_buckets);
+    take(&groups->bins, bins.count);
+    take(&groups->short_groups, N);
+    take(&groups->positions, N);
+    take(&groups->long_pieces, long_places(N, bins.count));
+    take(&groups->asked, (size_t)bins.count * (BIN_IDS / WARP_SIZE));
+    take(&groups->arrived, rows * ceil_div(C, LANES));  // a slice has LANES columns at least
+    take(&groups->partials, rows * C);
+    return workspace;
+}
+
+// Bytes of workspace that versions 4 on need, at any alignment.
+inline size_t encoder_backward_workspace_bytes(int B, int T, int C, int V) {
+    Groups groups;
+    if ((long long)B * T * C == 0) return 0;
+    char *const begin = (char *)16;
+    return lay_out_groups(&groups, begin, B, T, C, V) - begin + 15;
+}
+
+// Groups the positions, then adds up, 16 bytes of dout a lane, or an element where rows are not so aligned. overlap:
+// each kernel starts as soon as the one before it has, and waits where it needs it (programmatic dependent launch,
+// compute capability 9.0; without it, this is the same as without overlap).
+template <typename floatX, typename gradX, int width = Packed128<floatX>::size>
+cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+                                     void *workspace, int B, int T, int C, int V, GradientStore store,
+                                     bool slice_by_slice, bool overlap, int block_size, cudaStream_t stream) {
+    if constexpr (width > 1) {
+        const int grad_width = std::min(width, Packed128<gradX>::size);
+        if (vector_width(width, C, dout) < width || vector_width(grad_width, C, dwte, dwpe) < grad_width) {
+            return encoder_backward_grouped<floatX, gradX, 1>(dwte, dwpe, dout, inp, status, workspace, B, T, C, V,
+                                                              store, slice_by_slice, overlap, block_size, stream);
+        }
+    }
+    if ((long long)B * T > INT32_MAX) return cudaErrorInvalidValue;
+    if (block_size < WARP_SIZE) return cudaErrorInvalidConfiguration;
+    const unsigned N = (unsigned)B * T;
+    if (N == 0 || C == 0 || (!dwte && !dwpe)) {
+        store.stochastic = false;  // nothing is rounded; what is overwritten becomes zero
+        return encoder_backward_begin(dwte, dwpe, T, C, V, store, stream);
+    }
+    Groups groups;
+    lay_out_groups(&groups, (char *)workspace, B, T, C, V);
+    const Bins bins(N, V);
+    const unsigned slices = ceil_div(C, LANES * width), tiles = ceil_div(N, (unsigned)TILE);
+    const size_t arrived_count = partial_rows(B, T, bins.count) * slices;
+
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.stream = stream;
+    config.attrs = &early;
+    cudaError_t error = cudaSuccess;
+    if (dwte) {
+        config.gridDim = tiles;
+        config.blockDim = TILE;
+        config.dynamicSmemBytes = tile_shared_bytes(bins);
+        error = allow_shared(encoder_backward_tile_kernel, config.dynamicSmemBytes);
+        if (error != cudaSuccess) return error;
+        error =
+            cudaLaunchKernelEx(&config, encoder_backward_tile_kernel, groups, inp, status, N, V, bins, arrived_count);
+        if (error != cudaSuccess) return error;
+
+        config.numAttrs = overlap && can_overlap_kernels() ? 1 : 0;  // for this kernel and the next
+        config.gridDim = bins.count;
+        config.blockDim = BIN_WARPS * WARP_SIZE;
+        config.dynamicSmemBytes = bin_shared_bytes;
+        error = allow_shared(encoder_backward_bin_kernel, config.dynamicSmemBytes);
+        if (error != cudaSuccess) return error;
+        error = cudaLaunchKernelEx(&config, encoder_backward_bin_kernel, groups, (int)N, bins, (int)tiles);
+    } else if (batch_pieces(B) > 1) {
+        error = cudaMemsetAsync(groups.arrived, 0, arrived_count * sizeof(unsigned), stream);
+    }
+    if (error != cudaSuccess) return error;
+
+    const unsigned teams = block_size / LANES;
+    auto blocks_for = [&](unsigned work) { return ceil_div(work, teams); };
+    Blocks blocks = {};
+    blocks.slice_by_slice = slice_by_slice;
+    if (dwpe) blocks.dwpe = blocks_for(T * batch_pieces(B));
+    if (dwte) {
+        blocks.long_pieces = blocks_for(long_places(N, bins.count));
+        blocks.short_groups = blocks_for(N / bins.count / POSITIONS_PER_TEAM + 1) * bins.count;
+        if (store.overwrite) blocks.zeros = blocks_for(V);
+    }
+    const unsigned x = blocks.dwpe + blocks.long_pieces + blocks.short_groups + blocks.zeros;
+    const unsigned y = slice_by_slice ? slices + 1 : x, grid_y = std::min(y, 65535u);
+    config.gridDim = dim3(slice_by_slice ? x : slices, grid_y, ceil_div(y, grid_y));
+    config.blockDim = dim3(LANES, teams);
+    config.dynamicSmemBytes = 0;
+    const Gradient<gradX> to_dwte = {dwte, !store.overwrite, mix64(store.seed)};
+    const Gradient<gradX> to_dwpe = {dwpe, !store.overwrite, mix64(store.seed + 0x6a09e667f3bcc909ull)};
+    auto launch = [&](auto kernel) {
+        return cudaLaunchKernelEx(&config, kernel, to_dwte, to_dwpe, dout, inp, groups, status, B, T, (unsigned)C, V,
+                                  blocks, bins);
+    };
+    if constexpr (sizeof(gradX) == 2) {
+        if (store.stochastic) return launch(encoder_backward_kernel4<floatX, gradX, width, true>);
+    }
+    return launch(encoder_backward_kernel4<floatX, gradX, width, false>);
+}
+
+// All slices of a row are neighbours.
+template <typename floatX, typename gradX>
+cudaError_t encoder_backward4(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+                              void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
+                              cudaStream_t stream) {
+    return encoder_backward_grouped(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, store, false, false,
+                                    block_size, stream);
+}
+
+template <typename floatX, typename gradX>
+cudaError_t encoder_backward5(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+                              void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
+                              cudaStream_t stream) {
+    return encoder_backward_grouped(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, store, true, false,
+                                    block_size, stream);
+}
+
+template <typename floatX, typename gradX>
+cudaError_t encoder_backward6(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+                              void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
+                              cudaStream_t stream) {
+    return encoder_backward_grouped(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, store, true, true, block_size,
+                                    stream);
+}
+
+template <typename floatX, typename gradX>
+constexpr Version<EncoderBackward<floatX, gradX>> encoder_backward_versions[] = {
+    {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, false},
+    {2, "no atomics", "a thread a column, which loops over all positions", encoder_backward2<floatX, gradX>, 32},
+    {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, false},
+    {4, "grouped", "positions sorted by id; a group's rows are added up and stored once",
+     encoder_backward4<floatX, gradX>, 256},
+    {5, "slices", "a slice of the columns at a time, so that dout is read from DRAM once",
+     encoder_backward5<floatX, gradX>, 256},
+    {6, "overlap", "dwpe begins while the positions are being sorted", encoder_backward6<floatX, gradX>, 256},
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+#ifndef BOOKENDS_NO_MAIN
+#include <memory>
+
+#include "dev/harness.h"
+
+template <typename floatX, typename gradX>
+void encoder_backward_race(Harness &h, GradientStore store) {
+    const int B = h.dim('b'), T = h.dim('t'), C = h.dim('c'), V = h.dim('v');
+    const long long N = (long long)B * T;
+    if (N > INT32_MAX) h.refuse(EXIT_BAD_INPUT, "B*T: %lld positions are more than %d (-b, -t)", N, INT32_MAX);
+    const int *inp = h.tokens(N, V);
+    const Values<floatX> dout_values = {1, h.seed};
+    const Values<gradX> dwte_values = {2, h.seed}, dwpe_values = {3, h.seed};
+    const floatX *dout = h.input(dout_values, N * C);
+    status_word *status = h.status();
+
+    // What the sum over some positions is expected to be, and how far float sums may be from it: 8 roundings of a float
+    // of all terms' size. Versions 1 to 3 round at each addition, to the type of the gradient. Rows that nobody asks
+    // for stay as they are.
+    auto expect = [=, &h](Expected &row, const Values<gradX> &before, long long r, const int *positions, int count) {
+        const double each = ldexp(1.0, -1 - FloatFormat<gradX>::mantissa);
+        const double slack = count == 0 ? 0 : h.running > 3 ? ldexp(8, -24) : std::max(ldexp(8, -24), count * each);
+        for (long long c = 0; c < C; c++) row.value[c] = store.overwrite ? 0.0 : (double)before[r * C + c];
+        std::vector<double> size(C);
+        for (long long c = 0; c < C; c++) size[c] = fabs(row.value[c]);
+        encoder_backward_cpu(row.value.data(), size.data(), dout_values, positions, count, C);
+        for (long long c = 0; c < C; c++) row.slack[c] = slack * size[c];
+        row.either_neighbour = store.stochastic;
+    };
+    // positions[begin[id]..begin[id+1]-1] hold id
+    auto begin = std::make_shared<std::vector<int>>(V + 1LL), positions = std::make_shared<std::vector<int>>(N);
+    for (int id : h.host_tokens) (*begin)[id + 1LL]++;
+    for (long long id = 0; id < V; id++) (*begin)[id + 1] += (*begin)[id];
+    std::vector<int> next = *begin;
+    for (long long bt = 0; bt < N; bt++) (*positions)[next[h.host_tokens[bt]]++] = (int)bt;
+    gradX *dwte = h.output<gradX>(
+        "dwte", V, C, 0,
+        [=](Expected &row, long long id) {
+            const int first = (*begin)[id], count = (*begin)[id + 1] - first;
+            expect(row, dwte_values, id, positions->data() + first, count);
+        },
+        store.overwrite ? nullptr : &dwte_values);
+    gradX *dwpe = h.output<gradX>(
+        "dwpe", T, C, 0,
+        [=](Expected &row, long long t) {
+            std::vector<int> batch(B);
+            for (int b = 0; b < B; b++) batch[b] = b * T + (int)t;
+            expect(row, dwpe_values, t, batch.data(), B);
+        },
+        store.overwrite ? nullptr : &dwpe_values);
+    void *workspace = h.workspace(encoder_backward_workspace_bytes(B, T, C, V));
+
+    const double distinct = h.distinct_tokens();
+    const double gradients = store.overwrite ? (double)V + T : 2 * (distinct + T);  // rows, read or written
+    h.bytes = (double)N * C * sizeof(floatX) + gradients * C * sizeof(gradX) + (double)N * sizeof(int);
+    h.flops = 2.0 * N * C;
+    h.skip = [=](int version) {
+        return version <= 3 && store.stochastic ? "it rounds at each addition, and only to nearest" : "";
+    };
+    h.race(encoder_backward_versions<floatX, gradX>,
+           [=](EncoderBackward<floatX, gradX> launch, int block_size, cudaStream_t stream) {
+               return launch(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, store, block_size, stream);
+           });
+}
+
+template <typename floatX>
+void encoder_backward_race(Harness &h) {
+    const GradientStore store = {h.flag("--overwrite"), h.choice("--rounding") == "stochastic", h.seed};
+    if (h.choice("--grad-dtype") == "same" && sizeof(floatX) == 2) {
+        return encoder_backward_race<floatX, floatX>(h, store);
+    }
+    if (store.stochastic) h.refuse(EXIT_BAD_INPUT, "--rounding: 'stochastic' is for 16-bit gradients; these are fp32");
+    encoder_backward_race<floatX, float>(h, store);
+}
+
+int main(int argc, char **argv) {
+    Harness h("encoder_backward", "gradient of the token + position embedding",
+              {{'b', "B", 8, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}},
+              {{"--grad-dtype", {"same", "fp32"}, "type of the gradients"},
+               {"--overwrite", {}, "replace what the gradients hold instead of adding to it"},
+               {"--rounding", {"nearest", "stochastic"}, "of 16-bit gradients"}});
+    return h.main(argc, argv, encoder_backward_versions<float, float>, encoder_backward_race<float>,
+                  encoder_backward_race<half>, encoder_backward_race<__nv_bfloat16>);
+}
+#endif
