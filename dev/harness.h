@@ -987,22 +987,25 @@ struct Harness {
     }
 
     // Cold: batches until the median stands still (within 0.5% of the batch before, 20 runs at least) or the time is
-    // up. Hot: a graph of launches, replayed. Both after a warm-up long enough for the clocks to rise.
+    // up. Hot: a graph of launches, replayed. Both after a warm-up long enough for the clocks to rise. A kernel that
+    // takes over 20 ms is run a few times only.
     template <typename Enqueue>
     Times measure(Enqueue enqueue) {
         const double warm_seconds = ON_CPU ? 0.0 : 0.05, budget_seconds = ON_CPU ? 0.05 : 0.4;
-        const int batch = repeat > 0 ? repeat : ON_CPU ? 5 : 10;
         double start = seconds_now();
-        do time_runs(ON_CPU ? 1 : 10, true, enqueue);
-        while (seconds_now() - start < warm_seconds);
+        const double once = time_runs(1, true, enqueue)[0];
+        while (seconds_now() - start < warm_seconds) time_runs(once > 5 ? 1 : 10, true, enqueue);
+        const bool slow = once > 20;
+        const int batch = repeat > 0 ? repeat : ON_CPU ? 5 : slow ? 3 : 10;
         std::vector<double> all;
         start = seconds_now();
         for (double settled = -1;;) {
             const std::vector<double> some = time_runs(batch, true, enqueue);
             all.insert(all.end(), some.begin(), some.end());
             const double median = quantile(all, 0.5);
-            if (repeat > 0 || seconds_now() - start > budget_seconds) break;
-            if (all.size() >= 20 && fabs(median - settled) <= 0.005 * median) break;
+            const bool enough = all.size() >= (slow ? 6 : 20);
+            if (repeat > 0 || (all.size() >= 5 && seconds_now() - start > budget_seconds)) break;
+            if (enough && fabs(median - settled) <= 0.005 * median) break;
             settled = median;
         }
         Times times;
@@ -1016,7 +1019,7 @@ struct Harness {
 
     template <typename Enqueue>
     double time_hot(Enqueue enqueue, double estimate) {
-        const int launches = ON_CPU ? 3 : std::max(5, std::min(200, (int)(5.0 / std::max(estimate, 1e-3))));
+        const int launches = ON_CPU ? 3 : std::max(1, std::min(200, (int)(5.0 / std::max(estimate, 1e-3))));
         cudaGraph_t graph;
         cudaGraphExec_t executable;
         cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -1025,7 +1028,7 @@ struct Harness {
         cudaCheck(cudaGraphInstantiate(&executable, graph, 0));
         cudaCheck(cudaGraphLaunch(executable, stream));
         auto replay = [&] { return cudaGraphLaunch(executable, stream); };
-        const double median = quantile(time_runs(ON_CPU ? 1 : 5, false, replay), 0.5);
+        const double median = quantile(time_runs(ON_CPU ? 1 : estimate > 20 ? 2 : 5, false, replay), 0.5);
         cudaCheck(cudaGraphExecDestroy(executable));
         cudaCheck(cudaGraphDestroy(graph));
         return median / launches;

@@ -24,22 +24,52 @@ encoder_forward -b 1 -t 65536
 encoder_forward -b 64 -c 769
 encoder_forward -b 64 --dtype fp32
 encoder_forward -b 64 --dtype fp16
+encoder_backward -b 8
+encoder_backward -b 8 --tokens zipf
+encoder_backward -b 64
+encoder_backward -b 64 --tokens zipf
+encoder_backward -b 64 --tokens one
+encoder_backward -b 64 --tokens sorted
+encoder_backward -b 64 --tokens padded
+encoder_backward -b 16 -t 4096 -c 4096 -v 128256
+encoder_backward -b 16 -t 4096 -c 4096 -v 128256 --tokens zipf
+encoder_backward -b 64 --overwrite
+encoder_backward -b 64 --rounding stochastic
+encoder_backward -b 64 --grad-dtype fp32
+encoder_backward -b 64 --dtype fp32
+encoder_backward -b 64 -c 769
 '
+# What is checked first, in each type.
+checks='
+encoder_forward -b 8
+encoder_forward -b 5 -t 333 -c 769
+encoder_forward -b 1 -t 1000 -c 100 --tokens zipf
+encoder_forward -b 64 -t 3 -c 7 -v 5 --tokens one
+encoder_backward -b 8
+encoder_backward -b 5 -t 333 -c 769 --tokens zipf
+encoder_backward -b 64 --tokens one
+encoder_backward -b 300 -t 3 -c 40 -v 5 --grad-dtype fp32
+encoder_backward -b 16 --tokens padded --overwrite
+'
+# What compute-sanitizer looks at: shapes that it is done with soon; in the last one long sums are cut.
+sanitized='
+encoder_forward -b 3 -t 17 -c 264 -v 100
+encoder_forward -b 8 -t 5 -c 33 -v 100
+encoder_backward -b 3 -t 17 -c 264 -v 100 --overwrite
+encoder_backward -b 130 -t 5 -c 33 -v 7
+'
+each() {  # LIST: its lines, with a --dtype of each type
+    for dtype in fp32 fp16 bf16; do sed -n "s/^[a-z].*/& --dtype $dtype/p" <<< "$1"; done
+}
 quietly() {  # COMMAND...: prints what it says only if it fails, and ends the shell then
     log=$("$@" 2>&1) || { echo "$log"; exit 1; }
 }
 export -f quietly
-for dtype in fp32 fp16 bf16; do
-    for shape in "-b 8" "-b 5 -t 333 -c 769" "-b 1 -t 1000 -c 100 --tokens zipf" "-b 64 -t 3 -c 7 -v 5 --tokens one"; do
-        quietly ./encoder_forward all --check --dtype $dtype $shape
-    done
-done
+each "$checks" | while read -r kernel options; do quietly ./$kernel all --check $options; done
 if [ -n "${SANITIZERS:-}" ]; then
     for tool in memcheck racecheck initcheck synccheck; do
-        for dtype in fp32 fp16 bf16; do
-            for shape in "-b 3 -t 17 -c 264 -v 100" "-b 8 -t 5 -c 33 -v 100"; do
-                echo "--tool $tool --error-exitcode 9 ./encoder_forward all --check --dtype $dtype $shape"
-            done
+        each "$sanitized" | while read -r kernel options; do
+            echo "--tool $tool --error-exitcode 9 ./$kernel all --check $options"
         done
     done | xargs -P 8 -I {} bash -c 'quietly compute-sanitizer {}'
     echo "compute-sanitizer: memcheck, racecheck, initcheck and synccheck report nothing"
