@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds for the GPU at hand, checks every version in every type, times the shapes that the README shows, and leaves what
-# was measured in DIR (default: dev/results/<the GPU's name>): NAME.jsonl, one JSON object a run, and run.txt, what one
-# run prints. With SANITIZERS=1 the four tools of compute-sanitizer look at every version and type first.
+# was measured in DIR (default: dev/results/<the GPU's name>): KERNEL.jsonl, one JSON object a run, as soon as that kernel
+# is done, and run.txt, what one run prints. With SANITIZERS=1 the four tools of compute-sanitizer look at every version
+# and type first. KERNELS="encoder_backward" measures only that one.
 # usage: scripts/measure.sh [DIR]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -43,13 +44,10 @@ encoder_backward -b 64 -c 769
 checks='
 encoder_forward -b 8
 encoder_forward -b 5 -t 333 -c 769
-encoder_forward -b 1 -t 1000 -c 100 --tokens zipf
 encoder_forward -b 64 -t 3 -c 7 -v 5 --tokens one
-encoder_backward -b 8
-encoder_backward -b 5 -t 333 -c 769 --tokens zipf
-encoder_backward -b 64 --tokens one
+encoder_backward -b 8 --tokens zipf
+encoder_backward -b 5 -t 333 -c 769 --tokens padded --overwrite
 encoder_backward -b 300 -t 3 -c 40 -v 5 --grad-dtype fp32
-encoder_backward -b 16 --tokens padded --overwrite
 '
 # What compute-sanitizer looks at: shapes that it is done with soon; in the last one long sums are cut.
 sanitized='
@@ -58,28 +56,29 @@ encoder_forward -b 8 -t 5 -c 33 -v 100
 encoder_backward -b 3 -t 17 -c 264 -v 100 --overwrite
 encoder_backward -b 130 -t 5 -c 33 -v 7
 '
-each() {  # LIST: its lines, with a --dtype of each type
-    for dtype in fp32 fp16 bf16; do sed -n "s/^[a-z].*/& --dtype $dtype/p" <<< "$1"; done
+each() {  # KERNEL LIST: its lines of that kernel, with a --dtype of each type
+    for dtype in fp32 fp16 bf16; do sed -n "s/^$1 .*/& --dtype $dtype/p" <<< "$2"; done
 }
 quietly() {  # COMMAND...: prints what it says only if it fails, and ends the shell then
     log=$("$@" 2>&1) || { echo "$log"; exit 1; }
 }
 export -f quietly
-each "$checks" | while read -r kernel options; do quietly ./$kernel all --check $options; done
-if [ -n "${SANITIZERS:-}" ]; then
-    for tool in memcheck racecheck initcheck synccheck; do
-        each "$sanitized" | while read -r kernel options; do
-            echo "--tool $tool --error-exitcode 9 ./$kernel all --check $options"
-        done
-    done | xargs -P 8 -I {} bash -c 'quietly compute-sanitizer {}'
-    echo "compute-sanitizer: memcheck, racecheck, initcheck and synccheck report nothing"
-fi
-while read -r kernel options; do
-    [ -n "$kernel" ] || continue
-    echo "$kernel $options"
-    ./$kernel all --bench $options --json "$work/$kernel.jsonl" | sed -n '/^version/,$p'
-done <<< "$shapes"
-./encoder_forward > "$work/run.txt"
-
 mkdir -p "$dir"
-mv "$work"/* "$dir"/
+for kernel in ${KERNELS:-encoder_forward encoder_backward}; do
+    each $kernel "$checks" | while read -r _ options; do quietly ./$kernel all --check $options; done
+    if [ -n "${SANITIZERS:-}" ]; then
+        for tool in memcheck racecheck initcheck synccheck; do
+            each $kernel "$sanitized" | while read -r _ options; do
+                echo "--tool $tool --error-exitcode 9 ./$kernel all --check $options"
+            done
+        done | xargs -P 8 -I {} bash -c 'quietly compute-sanitizer {}'
+        echo "$kernel: compute-sanitizer's memcheck, racecheck, initcheck and synccheck report nothing"
+    fi
+    grep "^$kernel " <<< "$shapes" | while read -r _ options; do
+        echo "$kernel $options"
+        ./$kernel all --bench $options --json "$work/$kernel.jsonl" | sed -n '/^version/,$p'
+    done
+    mv "$work/$kernel.jsonl" "$dir"/
+done
+./encoder_forward > "$work/run.txt"
+mv "$work/run.txt" "$dir"/

@@ -95,7 +95,7 @@ def slack_of(sums, before, version, grad, whole):
         exact |= scale <= 1 / step
     result[exact | ~np.isfinite(scale)] = 0
     if version in ATOMIC and grad is FP32:
-        result += count * 2.0**-126  # a GPU's atomics take subnormals for zeros
+        result += (2 * count + 1) * 2.0**-126  # a GPU's atomics take subnormals for zeros
     return result
 
 
@@ -1055,14 +1055,16 @@ def test_large_tables(types, V, C, flags, version):
 @needs_cuda
 @every_version
 @pytest.mark.parametrize("B, T, C, V", [(64, 1024, 32776, 100), (1, 262144, 8960, 262144), (3000, 1024, 701, 50),
-                                        (2**20, 257, 8, 3)])
+                                        (2**20, 257, 8, 1000)])
 def test_dout_past_2_31_elements(B, T, C, V, version):
     """Zeros, save a few positions."""
     types, N = BF16_TO_FP32, B * T
+    if version == 2 and N > 10**8:
+        pytest.skip("a minute or more: eight threads that loop over all positions")
     size = bookends.encoder_backward_workspace_bytes(B, T, C, V, version)
     or_skip(2 * N * C + 4 * N + 4 * (V + T) * C + size)
     rng = np.random.default_rng(18)
-    ids = rng.permutation(N).reshape(B, T) % V
+    ids = rng.integers(0, V, (B, T), np.int32)
     ids[B - 1, T - 2] = -1
     edge = 2**31 // C
     positions = np.unique([0, 1, N // 2, edge - 1, edge, min(edge + 1, N - 1), N - 3, N - 1,
