@@ -106,9 +106,10 @@ $(BUILD)/commit.o: $(BUILD)/commit.cc $(BUILD)/flags
 $(BUILD)/device.o: dev/cpu/device.cc $(BUILD)/flags
 	$(COMPILE) -MMD -MP -c $< -o $@
 
+# By way of another name, since a file may be asked for as dir/../file too, at the same time.
 $(BUILD)/src/%: % dev/cpu/rewrite.sed
 	@mkdir -p $(@D)
-	@{ echo '#line 1 "$<"'; sed -f dev/cpu/rewrite.sed $<; } > $@
+	@{ echo '#line 1 "$<"'; sed -f dev/cpu/rewrite.sed $<; } > $@.$$$$ && mv $@.$$$$ $@
 
 $(BUILD)/%.o: $(SOURCE)%.cu $(BUILD)/flags | $(if $(SOURCE),$(HEADERS:%=$(SOURCE)%) $(KERNELS:%=$(SOURCE)%.cu))
 	@mkdir -p $(@D)

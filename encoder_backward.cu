@@ -586,7 +586,7 @@ __global__ void __launch_bounds__(1024)
                              Groups groups, status_word *status, int B, int T, unsigned C, int V, Blocks blocks,
                              Bins bins) {
     const unsigned team = threadIdx.y, teams = blockDim.y, N = (unsigned)B * T,
-                   slices = ceil_div(C, LANES * width * 1u);
+                   slices = ceil_div(C, (unsigned)(LANES * width));
     const unsigned yz = blockIdx.z * gridDim.y + blockIdx.y;
     unsigned x = blocks.slice_by_slice ? blockIdx.x : yz, s = blocks.slice_by_slice ? yz : blockIdx.x;
     const bool for_dwpe = x < blocks.dwpe;
