@@ -71,7 +71,7 @@ __device__ floatX round_stochastic(float x, unsigned random) {
     floatX outer;
     memcpy(&outer, &bits, sizeof(bits));
     const float way = fabsf(x - (float)inner), step = fabsf((float)outer - (float)inner);
-    return way * 65536.0f > (float)random * step ? outer : inner;
+    return way / step * 65536.0f > (float)random ? outer : inner;  // step is a power of two, or infinite
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -704,7 +704,7 @@ __global__ void __launch_bounds__(1024)
 // caller set to STATUS_OK, or null. A position with an id outside 0..V-1 adds nothing, and status says which came
 // first. workspace: encoder_backward_workspace_bytes() of device memory, whatever it holds; versions 1 to 3 need none.
 // B*T is at most 2^31-1. block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Returns the
-// first error of a launch (cudaGetLastError's, so one that an earlier call left behind comes out too);
+// first error of a launch (of versions 1 to 3 cudaGetLastError's, so one that an earlier call left behind comes out);
 // cudaErrorInvalidValue for too many positions; and, of versions 1 to 3, cudaErrorNotSupported for stochastic rounding
 // to 16 bits. Without positions there is no work; overwriting then zeroes. Version 3 falls back on version 1.
 //

@@ -955,6 +955,22 @@ def test_stochastic_rounding_overflows_as_the_nearest_does(types, version):
 
 
 @every_version_in_float
+@pytest.mark.parametrize("exponent", [0, 100, 121, 122, 124, 127, -120])
+def test_stochastic_rounding_at_every_magnitude(exponent, version):
+    """A quarter of the way from one bf16 to the next, up to the largest."""
+    C, types = 8192, ALL_BF16
+    old, quarter = to_bits(np.full(C, 2.0**exponent), BF16), to_bits(np.full(C, 2.0**(exponent - 9)), BF16)
+    dwte = Array(C, BF16.bits).put(old)
+    code, _ = bookends.encoder_backward(
+        dwte, None, Array(C, BF16.bits).put(quarter), Array(1, np.int32).put([0]), None,
+        Array(bookends.encoder_backward_workspace_bytes(1, 1, C, 1, version), np.uint8), 1, 1, C, 1, *types, STOCHASTIC,
+        5, version=version)
+    assert code == OK
+    up = int((dwte.get() != old).sum())
+    assert abs(up / C - 0.25) < 0.025  # five standard deviations
+
+
+@every_version_in_float
 @types_of_16_bits
 def test_stochastic_rounding_of_long_sums(types, version):
     """Goes to a neighbour of what the sum in float can be, and not always to the nearest."""
