@@ -1036,8 +1036,8 @@ def test_large_tables(types, V, C, flags, version):
     takes no memory."""
     size = bookends.encoder_backward_workspace_bytes(4, 3, C, V, version)
     or_skip(V * C * np.dtype(types.grad.bits).itemsize + size)
-    edge, edge32 = 2**31 // C, min(2**32 // C, V - 3)
-    ids = np.array([[V - 1, min(edge, V - 4), V - 2], [edge - 1, edge - 2, 2**30 // C], [V - 17, 3, V - 1],
+    edge, edge32 = min(2**31 // C, V - 4), min(2**32 // C, V - 3)
+    ids = np.array([[V - 1, edge, V - 2], [edge - 1, edge - 2, 2**30 // C], [V - 17, 3, V - 1],
                     [edge32 - 1, edge32, edge32 + 1]], np.int32)
     rng = np.random.default_rng(17)
     terms = rng.integers(-8, 9, (12, C))
