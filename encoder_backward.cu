@@ -515,6 +515,7 @@ __device__ inline bool arrive_last(unsigned *counter, unsigned expected) {
     __syncwarp(team_mask());
     if (threadIdx.x == 0) before = atomicAdd(counter, 1);
     before = __shfl_sync(team_mask(), before, 0, LANES);
+    __syncwarp(team_mask());
     __threadfence();
     return before == expected - 1;
 }
@@ -605,7 +606,7 @@ __global__ void __launch_bounds__(1024)
     if (for_dwpe) {
         const unsigned i = x * teams + team, t = i % T, number = i / T, pieces = batch_pieces(B);
         if (number >= pieces) return;
-        if (pieces > 1) wait_for_previous_kernel();  // which zeroes the counters
+        if (pieces > 1) wait_for_previous_kernel();  // it has waited for the tile kernel, which zeroes the counters
         piece = {t, (int)number, (int)pieces, long_places(N, bins.count) + (size_t)t * pieces};
         const unsigned b = number * BATCH_PIECE, count = number == pieces - 1 ? B - b : BATCH_PIECE;
         Columns<gradX, width> old;
@@ -677,7 +678,8 @@ __global__ void __launch_bounds__(1024)
             } while (i < bin.short_groups);
             return;
         } else {
-            const unsigned id = (x - blocks.short_groups) * teams + team;
+            if ((x -= blocks.short_groups) >= blocks.zeros) return;  // a grid may be larger than its work
+            const unsigned id = x * teams + team;
             if (id >= (unsigned)V || !active) return;
             const unsigned quotient = id >> bins.log2_buckets;
             const unsigned bin = (id & (bins.buckets() - 1)) * bins.per_bucket + quotient / BIN_IDS;
