@@ -359,12 +359,11 @@ def test_one_side_very_long(B, T, C, V, version):
     Case(BF16_TO_FP32, random_ids(np.random.default_rng(C), B, T, V), C, V).check(version)
 
 
-@every_version_in_float
+@pytest.mark.parametrize("version", [4])
 @pytest.mark.parametrize("wanted", [BOTH, ("dwpe",)], ids="-".join)
-@pytest.mark.parametrize("fill", [0, 255])
-def test_more_blocks_than_one_side_of_a_grid_holds(fill, wanted, version):
+def test_more_blocks_than_one_side_of_a_grid_holds(wanted, version):
     """Those that are too many leave the rows alone that nobody asks for."""
-    Case(BF16_TO_FP32, np.zeros((1, 1100000), np.int32), 1, 2000).check(version, 0, 1, wanted, fill=fill)
+    Case(BF16_TO_FP32, np.zeros((1, 1100000), np.int32), 1, 2000).check(version, 0, 1, wanted, fill=0)
 
 
 @every_version
