@@ -972,12 +972,12 @@ void encoder_backward_race(Harness &h, GradientStore store) {
         for (long long c = 0; c < C; c++) row.slack[c] = slack * size[c];
         row.either_neighbour = store.stochastic;
     };
-    // positions[begin[id]..begin[id+1]-1] hold id
+    // positions[begin[id]..begin[id+1]-1] hold id; there are no ids where memory has run out
     auto begin = std::make_shared<std::vector<int>>(V + 1LL), positions = std::make_shared<std::vector<int>>(N);
     for (int id : h.host_tokens) (*begin)[id + 1LL]++;
     for (long long id = 0; id < V; id++) (*begin)[id + 1] += (*begin)[id];
     std::vector<int> next = *begin;
-    for (long long bt = 0; bt < N; bt++) (*positions)[next[h.host_tokens[bt]]++] = (int)bt;
+    for (size_t bt = 0; bt < h.host_tokens.size(); bt++) (*positions)[next[h.host_tokens[bt]]++] = (int)bt;
     gradX *dwte = h.output<gradX>(
         "dwte", V, C, 0,
         [=](Expected &row, long long id) {
