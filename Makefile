@@ -82,8 +82,8 @@ results: ## measures the README's shapes on the GPU at hand, into dev/results, a
 K ?= $(firstword $(KERNELS))
 on_gpu = $(if $(filter cuda,$(DEVICE)),$(1),@echo "make $@: needs DEVICE=cuda" >&2; exit 1)
 
-profile: $(BUILD)/$(K) ## K=encoder_forward V=3: what Nsight Compute says of one launch (needs ncu)
-	$(call on_gpu,ncu --set full -k regex:$(K)_kernel -c 1 --clock-control none $< $(V) --bench --repeat 1 --block-size 256)
+profile: $(BUILD)/$(K) ## K=encoder_forward V=3: what Nsight Compute says of its kernels (needs ncu)
+	$(call on_gpu,ncu --set full --kernel-id ::regex:^$(K)_:1 --clock-control none $< $(V) --bench --repeat 1 --block-size 256)
 
 sass: $(BUILD)/$(K) ## K=encoder_forward: the machine code of its kernels (needs cuobjdump)
 	$(call on_gpu,cuobjdump --dump-sass $<)

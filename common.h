@@ -310,11 +310,11 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-// Whether the current device knows such launches.
-inline bool can_overlap_kernels() {
-    int device = 0, major = 0;
-    return cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+// Whether this kernel may be launched so: code for an older device, compiled anew on a new one, would not wait.
+template <typename... Parameters>
+bool can_overlap(void (*kernel)(Parameters...)) {
+    cudaFuncAttributes about;
+    return cudaFuncGetAttributes(&about, kernel) == cudaSuccess && about.ptxVersion >= 90;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

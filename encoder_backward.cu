@@ -10,9 +10,9 @@ is asked for and dwpe once each way (once only if they are overwritten: then row
 version 1  atomics: a thread an element, which it adds with atomics to dwte and dwpe
 version 2  no atomics: a thread a column, which loops over all positions
 version 3  x128 atomics: a thread 16 bytes, added by one instruction where the hardware has it
-version 4  grouped: positions are sorted by id; 16 threads add up a group and write its row once; the same for dwpe
+version 4  grouped: positions are grouped by id; 16 threads add up a group and write its row once; the same for dwpe
 version 5  slices: a slice of the columns at a time: the L2 still holds what dwpe has read when dwte reads it again
-version 6  overlap: dwpe begins while the positions are being sorted
+version 6  overlap: dwpe begins while the positions are being grouped
 
 Compile:  nvcc -O3 -arch=native encoder_backward.cu -o encoder_backward
 Run:      ./encoder_backward           the fastest version
@@ -85,13 +85,14 @@ __global__ void encoder_backward_kernel1(gradX *dwte, gradX *dwpe, const floatX 
                                          status_word *status, long long N, int T, int C, int V) {
     const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= N * C) return;
-    const long long bt = i / C, c = i % C, t = bt % T, id = inp[bt];
-    if (!id_in_range(inp[bt], V)) {
+    const long long bt = i / C, c = i % C, t = bt % T;
+    const int id = inp[bt];
+    if (!id_in_range(id, V)) {
         if (c == 0) report_bad_id(status, bt);
         return;
     }
     const gradX d = (gradX)(float)dout[i];
-    if (dwte) atomicAdd(dwte + id * C + c, d);
+    if (dwte) atomicAdd(dwte + (long long)id * C + c, d);
     if (dwpe) atomicAdd(dwpe + t * C + c, d);
 }
 
@@ -103,14 +104,15 @@ __global__ void encoder_backward_kernel2(gradX *dwte, gradX *dwpe, const floatX 
     const long long c = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= C) return;
     for (long long bt = 0; bt < N; bt++) {
-        const long long t = bt % T, id = inp[bt];
-        if (!id_in_range(inp[bt], V)) {
+        const int id = inp[bt];
+        if (!id_in_range(id, V)) {
             if (c == 0) report_bad_id(status, bt);
             continue;
         }
         const float d = (float)dout[bt * C + c];
-        if (dwte) dwte[id * C + c] = (gradX)((float)dwte[id * C + c] + d);
-        if (dwpe) dwpe[t * C + c] = (gradX)((float)dwpe[t * C + c] + d);
+        const long long to_dwte = (long long)id * C + c, to_dwpe = bt % T * C + c;
+        if (dwte) dwte[to_dwte] = (gradX)((float)dwte[to_dwte] + d);
+        if (dwpe) dwpe[to_dwpe] = (gradX)((float)dwpe[to_dwpe] + d);
     }
 }
 
@@ -121,8 +123,9 @@ __global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX 
     typedef Packed128<floatX> x128;
     const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * x128::size;
     if (i >= N * C) return;
-    const long long bt = i / C, c = i % C, t = bt % T, id = inp[bt];
-    if (!id_in_range(inp[bt], V)) {
+    const long long bt = i / C, c = i % C, t = bt % T;
+    const int id = inp[bt];
+    if (!id_in_range(id, V)) {
         if (c == 0) report_bad_id(status, bt);
         return;
     }
@@ -131,16 +134,29 @@ __global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX 
     for (int part = 0; part < x128::size; part += size) {
         Packed<gradX, size> d;
         for (int k = 0; k < size; k++) d[k] = (gradX)(float)packed_dout[part + k];
-        if (dwte) atomic_add_packed(dwte + id * C + c + part, d);
+        if (dwte) atomic_add_packed(dwte + (long long)id * C + c + part, d);
         if (dwpe) atomic_add_packed(dwpe + t * C + c + part, d);
     }
 }
 
 // ---- grouping the positions by id ----
 
+// Kernel 3 sends N*C elements to the L2 as atomics, twice. If it is known which positions hold an id, their rows of dout
+// can be added up in registers: dwte then sees each of its rows once each way, as plain loads and stores, and the order
+// is fixed. To know it takes two small kernels over the ids (4 bytes a position, where dout has 2*C), much like a radix
+// sort. For the ids 7 3 7 9 7 at the positions 0 to 4:
+//
+//   tile kernel   equal ids of a warp become runs:  7 at {0,2,4}, 3 at {1}, 9 at {3}; dealt out to bins by their id
+//   bin kernel    runs of an id become its group:   3: {1}   7: {0,2,4}   9: {3}
+//   kernel 4      a team of 16 lanes takes a group: dwte[7] += dout[0] + dout[2] + dout[4]
+//
+// A tile is TILE neighbouring positions, a bin up to BIN_IDS ids; a run is one id's positions in a warp of a tile, a
+// group all of its positions. A short group is one team's work; a long one is cut into pieces.
+
 // A group is the positions that hold one id, in ascending order. Groups of 2*PIECE and more are cut, so that one hot id
 // is work for many: every piece but the last has PIECE positions, and the last one up to 2*PIECE - 1.
 constexpr int PIECE = 32;
+static_assert(PIECE >= WARP_SIZE, "a run, which is a warp's at most, begins one piece at most");
 __host__ __device__ inline int pieces_of(int length) { return length < 2 * PIECE ? 1 : length / PIECE; }
 
 // dwpe's sums over b are cut in the same way, in longer pieces: rows of dout that lie T apart are found without a list.
@@ -149,8 +165,9 @@ __host__ __device__ inline int batch_pieces(int B) { return B < 2 * BATCH_PIECE 
 
 // Ids are dealt out to bins, each of which fits into the shared memory of a block: first by their remainder by the
 // number of buckets, a power of two, so that neighbouring (often similarly frequent) ids go to different ones; then, in
-// vocabularies beyond MAX_BUCKETS * BIN_IDS, by ranges of the quotient.
-constexpr int BIN_IDS = 512, MAX_BUCKETS = 512;
+// vocabularies beyond MAX_BUCKETS * BIN_IDS, by ranges of the quotient. There are as many buckets as it takes for a bin
+// to have no more than BIN_IDS ids, and about BIN_POSITIONS positions.
+constexpr int BIN_IDS = 512, BIN_POSITIONS = 512, MAX_BUCKETS = 512;
 struct Bins {
     int log2_buckets;
     int per_bucket;
@@ -158,7 +175,7 @@ struct Bins {
 
     Bins(unsigned N, int V) : log2_buckets(0) {
         auto bucket_ids = [&] { return ceil_div(V, buckets()); };
-        while (buckets() < std::min(V, MAX_BUCKETS) && (bucket_ids() > BIN_IDS || N >> log2_buckets > 512)) {
+        while (buckets() < std::min(V, MAX_BUCKETS) && (bucket_ids() > BIN_IDS || N >> log2_buckets > BIN_POSITIONS)) {
             log2_buckets++;
         }
         per_bucket = std::max(1, ceil_div(bucket_ids(), BIN_IDS));
@@ -176,8 +193,9 @@ struct alignas(16) Run {
 
 // What a tile has for a bucket.
 struct alignas(8) TilePart {
-    unsigned short first_run, runs;   // among the tile's runs, which lie bucket after bucket
-    unsigned short lower, positions;  // how many positions it has in lower buckets, and in this one
+    unsigned short first_run, runs;  // among the tile's runs, which lie bucket after bucket
+    unsigned short lower;            // how many positions it has in lower buckets
+    unsigned short unused;
 };
 
 struct Bin {
@@ -262,8 +280,7 @@ static __global__ void __launch_bounds__(TILE)
     const int before = block_exclusive_sum(total, &all);
     if ((int)threadIdx.x < buckets) {
         groups.tile_parts[(size_t)threadIdx.x * tiles + tile] = {(unsigned short)before, (unsigned short)total,
-                                                                 (unsigned short)(before >> 16),
-                                                                 (unsigned short)(total >> 16)};
+                                                                 (unsigned short)(before >> 16), 0};
         shared[threadIdx.x] = before;  // warp 0 had zeros here
     }
     __syncthreads();
@@ -302,7 +319,7 @@ static __global__ void __launch_bounds__(BIN_WARPS *WARP_SIZE)
     // another one, or there is no such run.
     const int stretch = ceil_div(tiles, BIN_WARPS), first = min(warp * stretch, tiles),
               end = min(first + stretch, tiles);
-    int my_lower = 0;
+    int my_lower = 0;  // of the first round
     auto for_each_run = [&](auto take) {
 #pragma unroll 1
         for (int some = first; some < end; some += WARP_SIZE) {
@@ -508,15 +525,17 @@ constexpr int LANES = 16;
 __device__ inline unsigned team_mask() { return 0xffffu << (threadIdx.y % 2 * LANES); }
 
 // Counts one more arrival; true for the last of `expected`. What the others stored before they arrived is then visible
-// to the whole team.
+// to the whole team: by way of lane 0, whose fences speak for the lanes that it has met.
 __device__ inline bool arrive_last(unsigned *counter, unsigned expected) {
     unsigned before = 0;
-    __threadfence();
     __syncwarp(team_mask());
-    if (threadIdx.x == 0) before = atomicAdd(counter, 1);
+    if (threadIdx.x == 0) {
+        __threadfence();
+        before = atomicAdd(counter, 1);
+        __threadfence();
+    }
     before = __shfl_sync(team_mask(), before, 0, LANES);
     __syncwarp(team_mask());
-    __threadfence();
     return before == expected - 1;
 }
 
@@ -578,8 +597,8 @@ constexpr int POSITIONS_PER_TEAM = 16;  // of the short groups, about
 // meet those of the group's other pieces; a team of the short groups goes on to the next one, whose entry in the list
 // it has loaded before.
 //
-// Slice by slice: blocks start in order of x, then y, then z, so all work on one slice of the columns is done before
-// the next begins. A slice of dout is small enough for the L2: what dwpe's blocks have read in long runs, dwte's read
+// Slice by slice: blocks start in order of x, then y, then z (nothing promises it, and no result depends on it), so all
+// work on one slice of the columns is done before the next begins. A slice of dout is small enough for the L2: what dwpe's blocks have read in long runs, dwte's read
 // again from there, in whatever order the ids want. dwpe needs no groups, so its first two slices go ahead.
 template <typename floatX, typename gradX, int width, bool stochastic>
 __global__ void __launch_bounds__(1024)
@@ -597,8 +616,8 @@ __global__ void __launch_bounds__(1024)
     }
     if (s >= slices) return;
     const unsigned column = (s * LANES + threadIdx.x) * width;
-    const bool active = column < C;  // the others read along in column 0
-    const unsigned c = active ? column : 0;
+    const bool active = column < C;  // the others read along in the slice's first columns
+    const unsigned c = active ? column : s * LANES * width;
     dout += c;
 
     Piece piece;
@@ -704,11 +723,13 @@ __global__ void __launch_bounds__(1024)
 // Every launcher:  dwte (V, C) and dwpe (T, C), either may be null: it is not wanted; dout (B, T, C); inp (B, T) int32;
 // row-major, device memory, aligned to their element only, none overlapping another. status: one status word that the
 // caller set to STATUS_OK, or null. A position with an id outside 0..V-1 adds nothing, and status says which came
-// first. workspace: encoder_backward_workspace_bytes() of device memory, whatever it holds; versions 1 to 3 need none.
-// B*T is at most 2^31-1. block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Returns the
-// first error of a launch (of versions 1 to 3 cudaGetLastError's, so one that an earlier call left behind comes out);
-// cudaErrorInvalidValue for too many positions; and, of versions 1 to 3, cudaErrorNotSupported for stochastic rounding
-// to 16 bits. Without positions there is no work; overwriting then zeroes. Version 3 falls back on version 1.
+// first. workspace: encoder_backward_workspace_bytes() of device memory, whatever it holds and at any alignment;
+// versions 1 to 3 need none. B*T is at most 2^31-1. block_size: a multiple of 32 up to 1024. Nothing is allocated or
+// synchronised. Without positions there is no work; overwriting then zeroes. Version 3 falls back on version 1.
+//
+// Returns, before anything is launched, cudaErrorInvalidValue for too many positions or another block size, and, of
+// versions 1 to 3, cudaErrorNotSupported for stochastic rounding to 16 bits. Else the first error of a launch or a
+// memset; versions 1 to 3 ask cudaGetLastError, so that one which an earlier call left behind comes out.
 //
 // Versions 4 on round once, from a float sum, and give the same bits each time. Versions 1 to 3 round at each addition;
 // the atomics of 1 and 3 do that in any order, and take subnormal floats for zeros.
@@ -718,11 +739,16 @@ using EncoderBackward = cudaError_t (*)(gradX *dwte, gradX *dwpe, const floatX *
                                         status_word *status, void *workspace, int B, int T, int C, int V,
                                         GradientStore store, int block_size, cudaStream_t stream);
 
-// What versions 1 to 3 share: which calls they cannot serve, and zeros to add to where they overwrite.
+// The calls that no version can serve.
+inline cudaError_t encoder_backward_refusal(int B, int T, int block_size) {
+    const bool good_size = block_size > 0 && block_size <= 1024 && block_size % WARP_SIZE == 0;
+    return good_size && (long long)B * T <= INT32_MAX ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// What the gradients are before anything is added: zeros where they are overwritten.
 template <typename gradX>
-cudaError_t encoder_backward_begin(gradX *dwte, gradX *dwpe, int T, int C, int V, GradientStore store,
-                                   cudaStream_t stream) {
-    if (store.stochastic && sizeof(gradX) == 2) return cudaErrorNotSupported;
+cudaError_t encoder_backward_zero(gradX *dwte, gradX *dwpe, int T, int C, int V, GradientStore store,
+                                  cudaStream_t stream) {
     cudaError_t error = cudaSuccess;
     if (store.overwrite && dwte) error = cudaMemsetAsync(dwte, 0, (size_t)V * C * sizeof(gradX), stream);
     if (store.overwrite && dwpe && error == cudaSuccess) {
@@ -731,11 +757,21 @@ cudaError_t encoder_backward_begin(gradX *dwte, gradX *dwpe, int T, int C, int V
     return error;
 }
 
+// How versions 1 to 3 begin.
+template <typename gradX>
+cudaError_t encoder_backward_begin(gradX *dwte, gradX *dwpe, int B, int T, int C, int V, GradientStore store,
+                                   int block_size, cudaStream_t stream) {
+    const cudaError_t error = encoder_backward_refusal(B, T, block_size);
+    if (error != cudaSuccess) return error;
+    if (store.stochastic && sizeof(gradX) == 2) return cudaErrorNotSupported;
+    return encoder_backward_zero(dwte, dwpe, T, C, V, store, stream);
+}
+
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward1(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void * /*workspace*/, int B, int T, int C, int V, GradientStore store, int block_size,
                               cudaStream_t stream) {
-    const cudaError_t error = encoder_backward_begin(dwte, dwpe, T, C, V, store, stream);
+    const cudaError_t error = encoder_backward_begin(dwte, dwpe, B, T, C, V, store, block_size, stream);
     const long long N = (long long)B * T;
     if (error != cudaSuccess || N * C == 0) return error;
     const unsigned grid_size = grid_blocks(N * C, &block_size);
@@ -748,7 +784,7 @@ template <typename floatX, typename gradX>
 cudaError_t encoder_backward2(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void * /*workspace*/, int B, int T, int C, int V, GradientStore store, int block_size,
                               cudaStream_t stream) {
-    const cudaError_t error = encoder_backward_begin(dwte, dwpe, T, C, V, store, stream);
+    const cudaError_t error = encoder_backward_begin(dwte, dwpe, B, T, C, V, store, block_size, stream);
     const long long N = (long long)B * T;
     if (error != cudaSuccess || N * C == 0) return error;
     const unsigned grid_size = grid_blocks(C, &block_size);
@@ -767,7 +803,7 @@ cudaError_t encoder_backward3(gradX *dwte, gradX *dwpe, const floatX *dout, cons
     if (vector_width(x128_size, C, dout) < x128_size || vector_width(grad_size, C, dwte, dwpe) < grad_size) {
         return encoder_backward1(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, store, block_size, stream);
     }
-    const cudaError_t error = encoder_backward_begin(dwte, dwpe, T, C, V, store, stream);
+    const cudaError_t error = encoder_backward_begin(dwte, dwpe, B, T, C, V, store, block_size, stream);
     const long long N = (long long)B * T;
     if (error != cudaSuccess || N * C == 0) return error;
     const unsigned grid_size = grid_blocks(N * C / x128_size, &block_size);
@@ -819,13 +855,10 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
                                                               store, slice_by_slice, overlap, block_size, stream);
         }
     }
-    if ((long long)B * T > INT32_MAX) return cudaErrorInvalidValue;
-    if (block_size < WARP_SIZE) return cudaErrorInvalidConfiguration;
+    cudaError_t error = encoder_backward_refusal(B, T, block_size);
+    if (error != cudaSuccess) return error;
     const unsigned N = (unsigned)B * T;
-    if (N == 0 || C == 0 || (!dwte && !dwpe)) {
-        store.stochastic = false;  // nothing is rounded; what is overwritten becomes zero
-        return encoder_backward_begin(dwte, dwpe, T, C, V, store, stream);
-    }
+    if (N == 0 || C == 0 || (!dwte && !dwpe)) return encoder_backward_zero(dwte, dwpe, T, C, V, store, stream);
     Groups groups;
     lay_out_groups(&groups, (char *)workspace, B, T, C, V);
     const Bins bins(N, V);
@@ -838,29 +871,30 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
     cudaLaunchConfig_t config = {};
     config.stream = stream;
     config.attrs = &early;
-    cudaError_t error = cudaSuccess;
     if (dwte) {
+        error = allow_shared(encoder_backward_tile_kernel, tile_shared_bytes(bins));
+        if (error == cudaSuccess) error = allow_shared(encoder_backward_bin_kernel, bin_shared_bytes);
+        if (error != cudaSuccess) return error;
+
         config.gridDim = tiles;
         config.blockDim = TILE;
         config.dynamicSmemBytes = tile_shared_bytes(bins);
-        error = allow_shared(encoder_backward_tile_kernel, config.dynamicSmemBytes);
-        if (error != cudaSuccess) return error;
         error =
             cudaLaunchKernelEx(&config, encoder_backward_tile_kernel, groups, inp, status, N, V, bins, arrived_count);
         if (error != cudaSuccess) return error;
 
-        config.numAttrs = overlap && can_overlap_kernels() ? 1 : 0;  // for this kernel and the next
+        config.numAttrs = overlap && can_overlap(encoder_backward_bin_kernel) ? 1 : 0;  // for this kernel and the next
         config.gridDim = bins.count;
         config.blockDim = BIN_WARPS * WARP_SIZE;
         config.dynamicSmemBytes = bin_shared_bytes;
-        error = allow_shared(encoder_backward_bin_kernel, config.dynamicSmemBytes);
-        if (error != cudaSuccess) return error;
         error = cudaLaunchKernelEx(&config, encoder_backward_bin_kernel, groups, (int)N, bins, (int)tiles);
     } else if (batch_pieces(B) > 1) {
         error = cudaMemsetAsync(groups.arrived, 0, arrived_count * sizeof(unsigned), stream);
     }
     if (error != cudaSuccess) return error;
 
+    const long long most_work = (long long)T * batch_pieces(B) + long_places(N, bins.count) + N + V;
+    if (most_work * LANES / block_size > INT32_MAX / 2) block_size = 1024;  // a grid holds 2^31-1 blocks
     const unsigned teams = block_size / LANES;
     auto blocks_for = [&](unsigned work) { return ceil_div(work, teams); };
     Blocks blocks = {};
@@ -902,15 +936,15 @@ cudaError_t encoder_backward4(gradX *dwte, gradX *dwpe, const floatX *dout, cons
 //
 // What it took, and what did not help:
 // - Few long-lived teams: with 4 positions a team instead of 16, it is the starting of blocks that takes the time. But
-// few slices at once: so the list of short groups is walked through by teams, and its next entry is loaded early.
+//   few slices at once: so the list of short groups is walked through by teams, and its next entry is loaded early.
 // - Groups of one position behind the others: the two teams of a warp wait for each other where their loops differ.
 // - Streaming accesses to the gradients only: on dout too they make dwte's second look at it a miss.
 // - A first version of the grouping had every bin read all ids, to save the tile kernel and its launch: the
-// instructions that look at an id cost more than that, and one hot id kept one block busy for 30 us. Hence tiles and
-// runs.
+//   instructions that look at an id cost more than that, and one hot id kept one block busy for 30 us. Hence tiles and
+//   runs.
 // - Rows of dout through shared memory with cp.async, any number on their way: twice as slow, since each row then
-// passes a loop of its own with its own bookkeeping. A warp a group with 8 bytes a lane: no two teams that wait for
-// each other, but twice the instructions. 32 lanes of 16 bytes: a slice is 512 bytes then, and dout's outgrows the L2.
+//   passes a loop of its own with its own bookkeeping. A warp a group with 8 bytes a lane: no two teams that wait for
+//   each other, but twice the instructions. 32 lanes of 16 bytes: a slice is 512 bytes then, and dout's outgrows the L2.
 // What is left: 6 of 16 warps a scheduler, waiting for L2 and DRAM, both of which are half to three quarters busy.
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward5(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
@@ -935,16 +969,17 @@ constexpr Version<EncoderBackward<floatX, gradX>> encoder_backward_versions[] = 
     {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, false},
     {2, "no atomics", "a thread a column, which loops over all positions", encoder_backward2<floatX, gradX>, 32},
     {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, false},
-    {4, "grouped", "positions sorted by id; a group's rows are added up and stored once",
+    {4, "grouped", "positions grouped by id; a group's rows are added up and stored once",
      encoder_backward4<floatX, gradX>, 256},
     {5, "slices", "a slice of the columns at a time, so that dout is read from DRAM once",
      encoder_backward5<floatX, gradX>, 256},
-    {6, "overlap", "dwpe begins while the positions are being sorted", encoder_backward6<floatX, gradX>, 256},
+    {6, "overlap", "dwpe begins while the positions are being grouped", encoder_backward6<floatX, gradX>, 256},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef BOOKENDS_NO_MAIN
 #include <memory>
+#include <mutex>
 
 #include "dev/harness.h"
 
@@ -972,17 +1007,27 @@ void encoder_backward_race(Harness &h, GradientStore store) {
         for (long long c = 0; c < C; c++) row.slack[c] = slack * size[c];
         row.either_neighbour = store.stochastic;
     };
-    // positions[begin[id]..begin[id+1]-1] hold id; there are no ids where memory has run out
-    auto begin = std::make_shared<std::vector<int>>(V + 1LL), positions = std::make_shared<std::vector<int>>(N);
-    for (int id : h.host_tokens) (*begin)[id + 1LL]++;
-    for (long long id = 0; id < V; id++) (*begin)[id + 1] += (*begin)[id];
-    std::vector<int> next = *begin;
-    for (size_t bt = 0; bt < h.host_tokens.size(); bt++) (*positions)[next[h.host_tokens[bt]]++] = (int)bt;
+    // positions[begin[id]..begin[id+1]-1] hold id. Made when the first row is looked at: all that can be refused has
+    // been refused by then.
+    struct PositionsOf {
+        std::once_flag made;
+        std::vector<int> begin, positions;
+        void make(const std::vector<int> &ids, int V) {
+            begin.resize(V + 1LL);
+            positions.resize(ids.size());
+            for (int id : ids) begin[id + 1LL]++;
+            for (long long id = 0; id < V; id++) begin[id + 1] += begin[id];
+            std::vector<int> next = begin;
+            for (size_t bt = 0; bt < ids.size(); bt++) positions[next[ids[bt]]++] = (int)bt;
+        }
+    };
+    auto of = std::make_shared<PositionsOf>();
     gradX *dwte = h.output<gradX>(
         "dwte", V, C, 0,
-        [=](Expected &row, long long id) {
-            const int first = (*begin)[id], count = (*begin)[id + 1] - first;
-            expect(row, dwte_values, id, positions->data() + first, count);
+        [=, &h](Expected &row, long long id) {
+            std::call_once(of->made, [&] { of->make(h.host_tokens, V); });
+            const int first = of->begin[id], count = of->begin[id + 1] - first;
+            expect(row, dwte_values, id, of->positions.data() + first, count);
         },
         store.overwrite ? nullptr : &dwte_values);
     gradX *dwpe = h.output<gradX>(
@@ -1023,7 +1068,7 @@ int main(int argc, char **argv) {
               {{'b', "B", 8, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}},
               {{"--grad-dtype", {"same", "fp32"}, "type of the gradients"},
                {"--overwrite", {}, "replace what the gradients hold instead of adding to it"},
-               {"--rounding", {"nearest", "stochastic"}, "of 16-bit gradients"}});
+               {"--rounding", {"nearest", "stochastic"}, "of 16-bit gradients (stochastic: from version 4 on)"}});
     return h.main(argc, argv, encoder_backward_versions<float, float>, encoder_backward_race<float>,
                   encoder_backward_race<half>, encoder_backward_race<__nv_bfloat16>);
 }

@@ -1003,6 +1003,15 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute
     return done(cudaSuccess);
 }
 
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel) {
+    if (!kernel) return done(cudaErrorInvalidDeviceFunction);
+    if (!attributes) return done(cudaErrorInvalidValue);
+    locked guard(attributes_lock);
+    const auto raised = shared_allowed.find(kernel);
+    *attributes = {90, 90, max_threads, (int)(raised != shared_allowed.end() ? raised->second : shared_default)};
+    return done(cudaSuccess);
+}
+
 static cudaError_t check_attribute(const cudaLaunchAttribute &a) {
     const auto &cluster = a.val.clusterDim;
     switch (a.id) {

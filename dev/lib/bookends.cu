@@ -16,7 +16,7 @@ extern "C" const char *bk_error_string(int error) {
         case BK_ERROR_SHAPE:
             return "a size is negative or too large";
         case BK_ERROR_DTYPE:
-            return "no such dtype";
+            return "no such dtype, or two that don't go together";
         case BK_ERROR_VERSION:
             return "no such version";
         case BK_ERROR_UNSUPPORTED:

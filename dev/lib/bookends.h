@@ -4,6 +4,7 @@
  * the default stream) and returns at once: nothing is allocated, printed or synchronised, so that a call may be
  * captured in a CUDA graph. It returns BK_OK or an error that bk_error_string() puts into words; a refused call
  * launches nothing. Tensors are row-major and need only the alignment of their elements; offsets are 64-bit throughout.
+ * On the CPU device the results are there when the call returns.
  */
 #ifndef BOOKENDS_H
 #define BOOKENDS_H
@@ -24,7 +25,7 @@ enum {
     BK_OK = 0,
     BK_ERROR_NULL = 1,    /* a pointer that may not be null is null, and there is work to do */
     BK_ERROR_SHAPE = 2,   /* a negative size, or one beyond what the function allows */
-    BK_ERROR_DTYPE = 3,   /* no such bk_dtype */
+    BK_ERROR_DTYPE = 3,   /* no such bk_dtype, or two that don't go together */
     BK_ERROR_VERSION = 4, /* no such version */
     BK_ERROR_UNSUPPORTED = 5, /* that version cannot do what was asked */
     BK_ERROR_FLAGS = 6,   /* no such flag */
@@ -57,7 +58,8 @@ enum {
     BK_STOCHASTIC = 2  /* 16-bit results are rounded up or down at random, right on average */
 };
 
-/* Bytes of workspace that bk_encoder_backward needs with that version (0: the best known); 0 for 1 to 3. */
+/* Bytes of workspace that bk_encoder_backward needs with that version (0: the best known), at any alignment. 0 for
+ * versions 1 to 3, where there are no positions, and for shapes that bk_encoder_backward refuses. */
 size_t bk_encoder_backward_workspace_bytes(int B, int T, int C, int V, int version);
 
 /* Gradient of the token + position embedding:
@@ -69,8 +71,8 @@ size_t bk_encoder_backward_workspace_bytes(int B, int T, int C, int V, int versi
  *   inp        (B, T) token ids in 0..V-1
  *   status     may be null; else as for bk_encoder_forward. A position with an id outside 0..V-1 adds nothing, neither
  *              to dwte nor to dwpe.
- *   workspace  device memory of bk_encoder_backward_workspace_bytes(); what it holds does not matter, before or after.
- *              May be null where that is 0.
+ *   workspace  device memory of bk_encoder_backward_workspace_bytes(), aligned in any way; what it holds does not
+ *              matter, before or after. May be null where that is 0.
  *   B, T       at most 2^31-1 positions together, else BK_ERROR_SHAPE
  *   grad_dtype dtype, or BK_FP32
  *   flags      BK_OVERWRITE, BK_STOCHASTIC, both or 0
@@ -80,10 +82,11 @@ size_t bk_encoder_backward_workspace_bytes(int B, int T, int C, int V, int versi
  *
  * Versions 4 on give the same bits each time: sums are float, added up in an order that depends on the ids alone, and
  * a 16-bit result is rounded once, from what was there plus the sum. With BK_STOCHASTIC it goes to one of its two
- * neighbours with the probability of its distance from the other; what is exact stays, what rounds to infinity is
- * infinity, and fp32 gradients are not affected. Versions 1 to 3 round at every addition; they refuse BK_STOCHASTIC
+ * neighbours with the probability of its distance from the other, in steps of 2^-16 (so a float far below fp16's
+ * smallest number still has one chance in 65,536 of becoming that); what is exact stays, what is beyond half an ulp
+ * over the largest number is infinity, and fp32 gradients are not affected. Versions 1 to 3 round at every addition; they refuse BK_STOCHASTIC
  * with 16-bit gradients (BK_ERROR_UNSUPPORTED). The arrays must not overlap. Nothing to add (B or T of 0, or no good id):
- * BK_OVERWRITE still zeroes. */
+ * BK_OVERWRITE still zeroes. Both gradients null: nothing is done, and no id is looked at. */
 int bk_encoder_backward(void *dwte, void *dwpe, const void *dout, const int32_t *inp, int64_t *status, void *workspace,
                         int B, int T, int C, int V, bk_dtype dtype, bk_dtype grad_dtype, int flags, uint64_t seed,
                         int version, bk_stream stream);

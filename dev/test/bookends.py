@@ -89,6 +89,11 @@ def random_bits(rng, shape, dtype, exponents=(-9, 9)):
     return to_bits(rng.standard_normal(shape) * np.exp2(rng.integers(*exponents, shape)), dtype)
 
 
+# Every remainder of the vector widths, and what lies around the powers of two that blocks and slices are made of.
+CHANNELS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 264,
+            511, 512, 513, 768, 769, 1600)
+
+
 def random_ids(rng, B, T, V):
     return rng.integers(0, V, (B, T)).astype(np.int32)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import bookends
-from bookends import (Array, BF16, DTYPES, FP16, FP32, INFINITY, INT_MAX, INT_MIN, NAN_FILL, OK, ON_CUDA, VALUE_FILL,
-                      needs_cuda, or_skip, random_bits, random_ids, status_array, to_bits)
+from bookends import (Array, BF16, CHANNELS, DTYPES, FP16, FP32, INFINITY, INT_MAX, INT_MIN, NAN_FILL, OK, ON_CUDA,
+                      VALUE_FILL, needs_cuda, or_skip, random_bits, random_ids, status_array, to_bits)
 
 VERSIONS = bookends.versions("encoder_forward")
 
@@ -136,10 +136,6 @@ def test_a_wrong_element_is_seen():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # shapes and alignment
-
-CHANNELS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 264,
-            511, 512, 513, 768, 769, 1600)
-
 
 @every_version
 @every_dtype
