@@ -3,6 +3,7 @@
 //   cpu_device CASE       runs one; exit status 0: passed, 1: failed (a line says how), 77: skipped (a line says why)
 // The cases at the end are about what only the CPU device promises: errors that name the kernel, and poisoned memory.
 
+#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -18,6 +19,15 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+namespace cg = cooperative_groups;
+
+// Whether what came with compute capability 9.0 can be compiled.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define SM_90 1
+#else
+#define SM_90 0
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Helpers.
@@ -471,7 +481,7 @@ __global__ void atomics_floats(totals *all, int *before, int n, bool vectors) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         float seen = 0;
         if (vectors) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if SM_90
             const float2 a = atomicAdd(&all[i].f2, make_float2(1, -2));
             const float4 b = atomicAdd(&all[i].f4, make_float4(1, -2, 0.5f, 3));
             seen = a.x + a.y + b.x + b.y + b.z + b.w;
@@ -921,7 +931,7 @@ void case_launch_errors() {
 
 // A row of y from the one before, which another block wrote in the launch before: the rows become 1, 2, 3...
 __global__ void step_on(float *y, const size_t step, float one) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if SM_90
     cudaTriggerProgrammaticLaunchCompletion();
     cudaGridDependencySynchronize(); // what was launched before is done, and its writes are seen
 #endif
@@ -996,6 +1006,242 @@ void case_launch_ex() {
     }
     expect_equal(y.get(), std::vector<float>(64, 0.0f), "what was refused does not run");
     check(cudaStreamDestroy(s));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Clusters: what came with compute capability 9.0.
+
+template <class... P, class... A>
+cudaError_t launch_clusters(void (*kernel)(P...), dim3 grid, dim3 cluster, int threads, int shared, A... arguments) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    auto &dim = attribute.val.clusterDim;
+    dim.x = cluster.x, dim.y = cluster.y, dim.z = cluster.z;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+#define SKIP_BEFORE_90()                                                                                               \
+    if (!has_sm_90()) skip("needs compute capability 9.0")
+
+__global__ void shared_forms(int *out, int n) {
+    extern __shared__ __align__(128) char raw_bytes[];
+    extern __shared__ uint4 raw_words[];
+    const int i = threadIdx.x;
+    if (i < n) ((int *)raw_bytes)[i] = i + 1;
+    __syncthreads();
+    if (i < n / 4) {
+        const uint4 four = raw_words[i];
+        out[i] = (int)(four.x + four.y + four.z + four.w) + ((uintptr_t)raw_bytes % 128 ? 1000000 : 0);
+    }
+}
+
+void case_shared_forms() {
+    const int n = 64;
+    array<int> out(n / 4, 0);
+    shared_forms<<<1, n, n * 4>>>(out.p, n);
+    std::vector<int> want;
+    for (int i = 0; i < n / 4; i++) want.push_back(16 * i + 10);
+    expect_equal(out.get(), want, "sums of four");
+}
+
+// Sums over the cluster, by reading every block's part.
+__global__ void cluster_sums(const int *in, int *out) {
+#if SM_90
+    extern __shared__ int parts[];
+    auto cluster = cg::this_cluster();
+    auto block = cg::this_thread_block();
+    const int i = (int)block.thread_rank(), n = (int)block.size();
+    for (int round = 0; round < 5; round++) {
+        parts[i] = in[blockIdx.x * n + i] * (round + 1);
+        cluster.sync();
+        int sum = 0;
+        for (unsigned rank = 0; rank < cluster.num_blocks(); rank++) {
+            const int *other = cluster.map_shared_rank(parts, (int)rank);
+            if (cluster.query_shared_rank(other) != rank) sum += 1000000;
+            for (int k = 0; k < n; k++) sum += other[k];
+        }
+        out[blockIdx.x * n + i] += sum;
+        cluster.barrier_arrive(); // nobody reads any more...
+        block.sync();
+        cluster.barrier_wait(); // ...once all have said so
+    }
+#endif
+}
+
+void case_cluster_sums() {
+    SKIP_BEFORE_90();
+    check(cudaFuncSetAttribute(cluster_sums, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    for (int size : {1, 2, 3, 4, 8, 16}) {
+        for (int clusters : {1, 2, 7}) {
+            const int threads = 65, n = clusters * size * threads;
+            std::vector<int> in(n), want(n), sums(clusters);
+            for (int i = 0; i < n; i++) in[i] = i % 19, sums[i / (size * threads)] += 15 * in[i];
+            for (int i = 0; i < n; i++) want[i] = sums[i / (size * threads)];
+            array<int> a(in), b(n, 0);
+            check(launch_clusters(cluster_sums, clusters * size, size, threads, threads * 4, a.p, b.p));
+            expect_equal(b.get(), want, "sum over the cluster");
+        }
+    }
+}
+
+// Which blocks are a cluster, and that a cluster's shared memory is no other's.
+__global__ void cluster_grid(unsigned *out) {
+#if SM_90
+    extern __shared__ unsigned whose[];
+    auto cluster = cg::this_cluster();
+    const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    if (threadIdx.x == 0) whose[0] = block;
+    cluster.sync();
+    if (threadIdx.x < cluster.num_blocks())
+        out[block * 18 + threadIdx.x] = *cluster.map_shared_rank(&whose[0], (int)threadIdx.x);
+    if (threadIdx.x == 0) out[block * 18 + 16] = cluster.block_rank(), out[block * 18 + 17] = cluster.num_blocks();
+    cluster.sync();
+#endif
+}
+
+void case_cluster_grid() {
+    SKIP_BEFORE_90();
+    const dim3 shapes[][2] = {{dim3(4, 4, 4), dim3(2, 2, 2)}, {dim3(6, 2, 2), dim3(3, 1, 1)},
+                              {dim3(2, 4, 2), dim3(1, 2, 1)}, {dim3(2, 2, 8), dim3(1, 1, 4)},
+                              {dim3(2, 6, 4), dim3(1, 3, 2)}, {dim3(5, 3, 2), dim3(1, 1, 1)}};
+    for (const auto &shape : shapes) {
+        const dim3 g = shape[0], c = shape[1];
+        const unsigned blocks = g.x * g.y * g.z, size = c.x * c.y * c.z;
+        array<unsigned> out(blocks * 18, 0);
+        check(launch_clusters(cluster_grid, g, c, 32, 4, out.p));
+        std::vector<unsigned> want(blocks * 18);
+        for (unsigned b = 0; b < blocks; b++) {
+            const unsigned x = b % g.x, y = b / g.x % g.y, z = b / g.x / g.y;
+            want[b * 18 + 16] = (z % c.z * c.y + y % c.y) * c.x + x % c.x;
+            want[b * 18 + 17] = size;
+            for (unsigned r = 0; r < size; r++) {
+                const unsigned rx = r % c.x, ry = r / c.x % c.y, rz = r / c.x / c.y;
+                want[b * 18 + r] = ((z / c.z * c.z + rz) * g.y + y / c.y * c.y + ry) * g.x + x / c.x * c.x + rx;
+            }
+        }
+        expect_equal(out.get(), want, "blocks of a cluster");
+    }
+}
+
+__global__ void nothing(int *out) {
+    if (out) *out = 1;
+}
+
+void case_cluster_launch() {
+    SKIP_BEFORE_90();
+    int value;
+    check(cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, 0));
+    expect(value == 1, "cudaDevAttrClusterLaunch is %d", value);
+    for (auto what : {cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin}) {
+        check(cudaDeviceGetAttribute(&value, what, 0));
+        expect(value > 0, "attribute %d is %d", (int)what, value);
+    }
+    const int most = value;
+    cudaFuncAttributes about;
+    check(cudaFuncGetAttributes(&about, nothing));
+    expect(about.binaryVersion >= 90 && about.ptxVersion >= 90 && about.numRegs > 0 && about.maxThreadsPerBlock == 1024,
+           "kernel: binary %d, ptx %d, %d registers, %d threads", about.binaryVersion, about.ptxVersion, about.numRegs,
+           about.maxThreadsPerBlock);
+    expect(about.maxDynamicSharedSizeBytes == 48 << 10, "%d bytes dynamic", about.maxDynamicSharedSizeBytes);
+    check(cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    check(cudaFuncGetAttributes(&about, nothing));
+    expect(about.maxDynamicSharedSizeBytes == most, "%d of %d bytes dynamic", about.maxDynamicSharedSizeBytes, most);
+
+    const struct {
+        dim3 grid, cluster;
+        bool fits, fits_large;
+    } launches[] = {{4, 2, true, true},
+                    {3, 2, false, false},
+                    {6, 3, true, true},
+                    {16, 8, true, true},
+                    {9, 9, false, true},
+                    {16, 16, false, true},
+                    {34, 17, false, false},
+                    {4, dim3(2, 0, 0), false, false},
+                    {4, dim3(0, 0, 0), true, true},
+                    {dim3(4, 2), dim3(2, 2), true, true},
+                    {dim3(4, 3), dim3(2, 2), false, false},
+                    {dim3(1, 8, 2), dim3(1, 8, 2), false, true}};
+    for (bool large : {false, true}) {
+        if (large) check(cudaFuncSetAttribute(nothing, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+        for (const auto &l : launches) {
+            const bool fits = large ? l.fits_large : l.fits;
+            array<int> out(1, 0);
+            const cudaError_t error = launch_clusters(nothing, l.grid, l.cluster, 64, 0, out.p);
+            expect(error == (fits ? cudaSuccess : cudaErrorInvalidClusterSize), "grid %u, %u, cluster %u, %u, %u: %s",
+                   l.grid.x, l.grid.y, l.cluster.x, l.cluster.y, l.cluster.z, cudaGetErrorName(error));
+            if (!fits) expect_launch_error({cudaErrorInvalidClusterSize}, "cluster");
+            expect_equal(out.get(), {(int)fits}, "whether it ran");
+        }
+    }
+
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = 2, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = 4;
+    config.blockDim = 64;
+    config.dynamicSmemBytes = 1000;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    check(cudaOccupancyMaxActiveClusters(&clusters, nothing, &config));
+    expect(clusters >= 1, "%d clusters at a time", clusters);
+    config.gridDim = 3;
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, nothing, &config);
+    expect(error == cudaErrorInvalidClusterSize, "occupancy of what does not divide: %s", cudaGetErrorName(error));
+    cudaGetLastError();
+}
+
+__global__ void cluster_of_one(int *out) { // without the attribute
+#if SM_90
+    extern __shared__ int alone[];
+    __shared__ int told;
+    if (threadIdx.x == 0) told = 0;
+    auto cluster = cg::this_cluster();
+    alone[threadIdx.x] = (int)(cluster.num_blocks() * 10 + cluster.block_rank());
+    cluster.sync();
+    const int other = (int)(blockDim.x - 1 - threadIdx.x);
+    out[blockIdx.x * blockDim.x + threadIdx.x] = cluster.map_shared_rank(alone, 0)[other] + other;
+    cluster.barrier_arrive();
+    if (threadIdx.x == 0)
+        while (atomicAdd(&told, 0) == 0) __nanosleep(20); // by one that waits at the barrier meanwhile
+    cluster.barrier_wait();
+    if (threadIdx.x == 40) atomicExch(&told, 1);
+#endif
+}
+
+void case_cluster_alone() {
+    SKIP_BEFORE_90();
+    array<int> out(500, 0);
+    cluster_of_one<<<5, 100, 400>>>(out.p);
+    std::vector<int> want;
+    for (int i = 0; i < 500; i++) want.push_back(10 + 99 - i % 100);
+    expect_equal(out.get(), want, "clusters of one");
+}
+
+void case_host_threads_clusters() {
+    SKIP_BEFORE_90();
+    std::vector<std::thread> hosts;
+    array<int> in(std::vector<int>(4 * 256, 1)), out(4 * 256, 0);
+    for (int h = 0; h < 4; h++)
+        hosts.emplace_back([&, h] {
+            for (int i = 0; i < 10; i++) {
+                add_one_each<1><<<4, 64>>>(out.p + 256 * h, 256, 0.0f); // which makes it 1
+                check(launch_clusters(cluster_sums, 4, 1 << h % 3, 64, 256, in.p + 256 * h, out.p + 256 * h));
+            }
+            finish();
+        });
+    for (auto &h : hosts) h.join();
+    std::vector<int> want(4 * 256);
+    for (int i = 0; i < 4 * 256; i++) want[i] = 1 + 15 * 64 * (1 << i / 256 % 3);
+    expect_equal(out.get(), want, "four host threads");
 }
 
 void case_error_words() {
@@ -1075,10 +1321,11 @@ __global__ void trap(int *out) {
 }
 
 // The launch must end in an error that names the kernel and says this, must stay, and go with the device's reset.
-template <class K> void expect_kernel_error(K kernel, const char *name, int threads, const char *words) {
+template <class K>
+void expect_kernel_error(K kernel, const char *name, int threads, const char *words, int cluster = 1, int shared = 0) {
     array<int> out(64, 0);
     for (int round = 0; round < 3; round++) { // the device is as good as new after each
-        kernel<<<4, threads>>>(out.p);
+        launch_clusters(kernel, 4, cluster, threads, shared, out.p);
         const cudaError_t error = cudaDeviceSynchronize();
         const std::string text = cudaGetErrorString(error), head = std::string("kernel ") + name + "(int*), block (";
         expect(error == cudaErrorLaunchFailure, "%s gives %s", name, cudaGetErrorName(error));
@@ -1125,15 +1372,72 @@ void case_error_partial_masks() {
 
 void case_error_trap() { KERNEL_ERROR(trap, 32, "block (2,0,0): __trap in thread (3,0,0)"); }
 
+#define CLUSTER_ERROR(kernel, threads, cluster, shared, words)                                                         \
+    expect_kernel_error(kernel, #kernel, threads, words, cluster, shared)
+
+__global__ void block_leaves(int *) {
+    if (cg::this_cluster().block_rank() == 1) return;
+    cg::this_cluster().sync();
+}
+__global__ void thread_leaves(int *) {
+    if (cg::this_cluster().block_rank() == 1 && threadIdx.x == 7) return;
+    cg::this_cluster().sync();
+}
+__global__ void thread_elsewhere(int *) {
+    if (threadIdx.x == 7) __syncthreads();
+    cg::this_cluster().sync();
+}
+__global__ void arrive_twice(int *) {
+    cg::this_cluster().barrier_arrive();
+    cg::this_cluster().barrier_arrive();
+}
+__global__ void wait_only(int *) { cg::this_cluster().barrier_wait(); }
+
+void case_error_cluster() {
+    CLUSTER_ERROR(block_leaves, 32, 2, 0, "cluster.sync() reached by 1 of 2 blocks; block 1 of the cluster returned, ");
+    CLUSTER_ERROR(block_leaves, 32, 4, 16, "cluster.sync() reached by 3 of 4 blocks; block 1 of the cluster returned,");
+    CLUSTER_ERROR(thread_leaves, 32, 4, 0, "cluster.sync() reached by 31 of 32 threads of the block (1 returned)");
+    CLUSTER_ERROR(thread_elsewhere, 32, 2, 0,
+                  "__syncthreads reached by 1 of 32 threads (0 returned); "
+                  "cluster.sync() reached by 31 of 32 threads of the block (0 returned)");
+    CLUSTER_ERROR(arrive_twice, 32, 2, 0, "thread 0 arrives at the cluster barrier again without having waited there");
+    CLUSTER_ERROR(wait_only, 32, 2, 0, "thread 0 waits at the cluster barrier and has not arrived");
+}
+
+__global__ void map_static(int *) {
+    __shared__ int here;
+    cg::this_cluster().map_shared_rank(&here, 0);
+}
+__global__ void map_global(int *out) { cg::this_cluster().map_shared_rank(out, 1); }
+__global__ void map_too_far(int *) {
+    extern __shared__ int mapped_raw[];
+    cg::this_cluster().map_shared_rank(mapped_raw, 2);
+}
+__global__ void map_returned(int *out) {
+    extern __shared__ int mapped_raw[];
+    auto cluster = cg::this_cluster();
+    if (cluster.block_rank() == 1) return;
+    while (true) {
+        out[blockIdx.x] = *cluster.map_shared_rank(&mapped_raw[3], 0);
+        cluster.map_shared_rank(&mapped_raw[3], 1); // sooner or later it has returned
+        __nanosleep(100);
+    }
+}
+void case_error_cluster_memory() {
+    CLUSTER_ERROR(map_static, 1, 2, 16, "is not in the block's dynamic shared memory, and no other is mapped");
+    CLUSTER_ERROR(map_global, 1, 2, 16, "is not in the block's dynamic shared memory, and no other is mapped");
+    CLUSTER_ERROR(map_too_far, 1, 2, 16, "map_shared_rank: rank 2 of a cluster of 2");
+    CLUSTER_ERROR(map_returned, 1, 2, 16, "map_shared_rank: block 1 of the cluster has returned");
+}
+
 void case_launch_refused() {
     array<float> y(64, 0);
-    cudaLaunchAttribute pair = {};
-    pair.id = cudaLaunchAttributeClusterDimension;
-    pair.val.clusterDim.x = 2, pair.val.clusterDim.y = pair.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {2, 64, 0, nullptr, &pair, 1};
+    cudaLaunchAttribute cooperative = {};
+    cooperative.id = (cudaLaunchAttributeID)2;
+    cudaLaunchConfig_t config = {2, 64, 0, nullptr, &cooperative, 1};
     const cudaError_t error = cudaLaunchKernelEx(&config, step_on, y.p, 0, 1.0f);
-    expect(error == cudaErrorNotSupported, "clusters of two: %s", cudaGetErrorName(error));
-    expect_launch_error({error}, "clusters of two");
+    expect(error == cudaErrorNotSupported, "a cooperative launch: %s", cudaGetErrorName(error));
+    expect_launch_error({error}, "a cooperative launch");
     expect(cudaLaunchKernelEx(nullptr, step_on, y.p, 0, 1.0f) == cudaErrorInvalidValue, "no configuration");
     expect_launch_error({cudaErrorInvalidValue}, "no configuration");
     config.attrs = nullptr;
@@ -1179,7 +1483,8 @@ void case_overrun_shared() {
 void only_cpu() { skip("about the CPU device only"); }
 constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_error_partial_masks = only_cpu,
                case_error_trap = only_cpu, case_launch_refused = only_cpu, case_poison = only_cpu,
-               case_overrun_global = only_cpu, case_overrun_shared = only_cpu;
+               case_overrun_global = only_cpu, case_overrun_shared = only_cpu, case_error_cluster = only_cpu,
+               case_error_cluster_memory = only_cpu;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1194,8 +1499,10 @@ const struct {
     CASE(sub_warps), CASE(half_warps), CASE(sum_by_key), CASE(atomics), CASE(atomics16), CASE(atomics_vector),
     CASE(last_block), CASE(widen16), CASE(round16), CASE(arithmetic16), CASE(cache_hints), CASE(aligned_struct),
     CASE(vector_types), CASE(intrinsics), CASE(streams), CASE(graphs), CASE(launch_errors), CASE(launch_ex),
-    CASE(error_words), CASE(error_barrier), CASE(error_warp), CASE(error_partial_masks), CASE(error_trap),
-    CASE(launch_refused), CASE(poison), CASE(overrun_global), CASE(overrun_shared),
+    CASE(shared_forms), CASE(cluster_sums), CASE(cluster_grid), CASE(cluster_launch), CASE(cluster_alone),
+    CASE(host_threads_clusters), CASE(error_words), CASE(error_barrier), CASE(error_warp), CASE(error_partial_masks),
+    CASE(error_trap), CASE(launch_refused), CASE(poison), CASE(overrun_global), CASE(overrun_shared),
+    CASE(error_cluster), CASE(error_cluster_memory),
 };
 
 int main(int argc, char **argv) {

@@ -40,7 +40,8 @@ def test_case(case):
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_pool_sizes(threads):
-    for case in ("grid", "block_sum", "atomics", "atomics16", "atomics_vector", "host_threads"):
+    for case in ("grid", "block_sum", "atomics", "atomics16", "atomics_vector", "host_threads", "cluster_sums",
+                 "cluster_grid", "host_threads_clusters"):
         result = run(case, BOOKENDS_CPU_THREADS=threads)
         assert result.returncode == 0, result.stdout + result.stderr
 
