@@ -6,8 +6,8 @@
 namespace cooperative_groups {
 
 // The blocks of a cluster reach each other's dynamic shared memory, which map_shared_rank points into; a __shared__
-// variable is its block's own. Every thread of the cluster must come to each barrier. A GPU does not wait for those that
-// have returned; here they are an error.
+// variable is its block's own. Every thread of the cluster must come to each barrier: those that have returned, for
+// which a GPU does not wait, are an error here.
 struct cluster_group {
     struct arrival_token {};
     static void sync() { barrier_arrive(), barrier_wait(); }

@@ -1,8 +1,9 @@
-// The CPU device: what cuda_runtime.h and cooperative_groups.h declare. From the bottom up: stacks to switch between,
-// the threads of a block and where they meet, clusters of blocks, the blocks of a grid over the OS threads, then
-// errors, memory, streams and queries.
+// The CPU device: what cuda_runtime.h, cooperative_groups.h and cuda/ptx declare. From the bottom up: stacks to switch
+// between, the threads of a block and where they meet, clusters of blocks, barriers in shared memory and bulk copies,
+// the blocks of a grid over the OS threads, then errors, memory, streams and queries.
 
 #include "cuda_runtime.h"
+#include "cuda/ptx"
 
 #include <algorithm>
 #include <atomic>
@@ -171,8 +172,22 @@ struct cluster {
     unsigned long long number = 0;                   // which of the grid's it is
     std::atomic<unsigned> rounds{0}, ready{0};       // clusters started; blocks ready for the next
     std::atomic<unsigned> generation{0}, arrived{0}; // the cluster barrier: how often complete; blocks there since
-    std::atomic<unsigned long long> changes{0};      // to what any thread may be waiting for
+    std::atomic<unsigned long long> changes{0};      // to what any thread may be waiting for: that, and mbarriers
     seat seats[cluster_most];
+};
+
+// Bulk copies that nobody has waited for, thus not done: into shared memory, and out of it, where a thread groups them.
+struct bulk_in {
+    void *to;
+    const void *from;
+    unsigned bytes;
+    uint64_t *barrier;
+};
+struct bulk_out {
+    void *to;
+    const void *from;
+    unsigned bytes, group;
+    int thread;
 };
 
 // A grid being run.
@@ -231,9 +246,21 @@ struct worker {
     unsigned short parked[max_threads];          // the threads that wait there
     int parked_count = 0;
 
-    unsigned long long seen_changes = 0; // the cluster's, when all the block's threads were last seen waiting
+    std::vector<bulk_in> loads;
+    std::vector<bulk_out> stores;
+    unsigned groups[max_threads]{}; // that each thread has committed, ever
+
+    // Threads poll when they wait for a barrier in shared memory. What shows that this is all they do:
+    unsigned polled[max_warps]{};        // the lanes whose last turn ended with a poll in vain
+    unsigned idle_pushes = 0;            // so often such a thread went into the ring
+    unsigned seen_pushes = 0;            // how often the others had, when somebody polled last
+    unsigned long long seen_changes = 0; // and the cluster's changes then
+    unsigned idle_polls = 0;             // polls in vain since either was different
     int naps = 0;                        // the OS thread's, since then
     std::chrono::steady_clock::time_point stuck_since{}; // when the whole cluster was first seen so
+    const char *poll_name = nullptr;     // the last poll, for the error; null: the cluster barrier
+    uint64_t *poll_barrier = nullptr;
+    unsigned poll_parity = 0;
 
     unsigned gone[max_warps];   // the lanes that have returned or never were
     int meetings[max_warps]{};  // how many of the warp's `meeting`s are open
@@ -403,7 +430,12 @@ static void step_back(worker &w) {
     wait(w);
 }
 
-void yield() { step_back(*self); }
+void yield() {
+    unsigned &polled = self->polled[thread_index / 32];
+    if (polled >> thread_index % 32 & 1) self->idle_pushes++; // it only sleeps between two polls
+    polled &= ~(1u << thread_index % 32);
+    step_back(*self);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Where the threads of a block meet.
@@ -562,12 +594,14 @@ void poison(void *p, size_t bytes) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The cluster barrier, where threads are parked. Once no thread of a cluster does anything else, nothing will change.
+// Waiting for what other threads bring about at their leisure: the cluster barrier, where threads are parked, and
+// barriers in shared memory, which they poll. Once no thread of a cluster does anything else, nothing will ever change.
 
 // For a new block.
 static void reset_waits(worker &w) {
     if (w.cluster_used) memset(w.cluster_states, 0, sizeof w.cluster_states);
     w.cluster_used = false;
+    w.idle_polls = 0;
     w.cluster_arrived = w.parked_count = 0;
 }
 
@@ -577,16 +611,26 @@ static void nap(int naps) {
     else usleep(50);
 }
 
+static std::string describe(const worker &w, const uint64_t *barrier);
+
 [[noreturn]] static void fail_idle(const worker &w) {
     char what[512];
     {
         const cluster &c = *w.gang;
-        std::string words = "cluster.sync() reached by ";
-        words += std::to_string(c.arrived.load()) + " of " + std::to_string(c.blocks) + " blocks";
+        std::string words;
+        char part[200];
+        if (w.poll_name) {
+            snprintf(part, sizeof part, "thread (%u,%u,%u) waits in %s for parity %u of ", threadIdx.x, threadIdx.y,
+                     threadIdx.z, w.poll_name, w.poll_parity);
+            words = part + describe(w, w.poll_barrier);
+        } else {
+            snprintf(part, sizeof part, "cluster.sync() reached by %u of %d blocks", c.arrived.load(), c.blocks);
+            words = part;
+        }
         if (const std::string more = why_stuck(w); !more.empty()) words += "; " + more;
         for (int i = 0; i < c.blocks; i++) {
             const bool gone = c.seats[i].idle_at.load() == returned;
-            if (!gone && c.seats[i].arrived.load() == c.generation.load() + 1) continue;
+            if (!gone && (w.poll_name || c.seats[i].arrived.load() == c.generation.load() + 1)) continue;
             words += "; block " + std::to_string(i) + " of the cluster " + (gone ? "returned" : "waits elsewhere");
         }
         snprintf(what, sizeof what, "%s", words.c_str());
@@ -605,6 +649,7 @@ static void rest(worker &w) {
         stuck &= at == w.seen_changes || at == returned;
     }
     stuck &= c.changes.load(std::memory_order_acquire) == w.seen_changes;
+    // It could be that polls are mixed with looks at global memory, which other clusters write: so not at once.
     const auto now = std::chrono::steady_clock::now();
     if (!stuck || w.naps == 0) w.stuck_since = now;
     else if (now - w.stuck_since > std::chrono::milliseconds(500)) fail_idle(w);
@@ -615,6 +660,7 @@ static void rest(worker &w) {
 static void not_idle(worker &w, unsigned long long changes) {
     w.gang->seats[w.rank].idle_at.store(busy, std::memory_order_release);
     w.seen_changes = changes;
+    w.idle_polls = 0;
     w.naps = 0;
 }
 
@@ -626,6 +672,21 @@ static bool release_parked(worker &w) {
     for (int i = 0; i < w.parked_count; i++) push_ready(w, w.parked[i]);
     w.parked_count = 0;
     return true;
+}
+
+// After a poll in vain: lets other threads of the block run, and rests when all of them have polled in vain, twice.
+static void poll_again(worker &w) {
+    const unsigned long long changes = w.gang->changes.load(std::memory_order_acquire);
+    const unsigned pushes = w.ready_head + w.ready_count - w.idle_pushes;
+    if (w.started < w.threads || changes != w.seen_changes || pushes != w.seen_pushes) {
+        not_idle(w, changes);
+        w.seen_pushes = pushes;
+    } else if (++w.idle_polls > 2 * (w.ready_count + 1)) {
+        rest(w);
+    }
+    w.polled[thread_index / 32] |= 1u << thread_index % 32;
+    w.idle_pushes++;
+    step_back(w);
 }
 
 void cluster_arrive() {
@@ -664,6 +725,7 @@ static void wait_for_cluster(worker &w) {
     if (release_parked(w)) return;
     if (!w.parked_count || w.cluster_arrived) fail_stuck(w);
     if (changes != w.seen_changes) not_idle(w, changes);
+    w.poll_name = nullptr;
     rest(w);
 }
 
@@ -704,6 +766,191 @@ void *map_shared(const void *p, unsigned rank) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Barriers in shared memory. A phase is complete when all arrivals have come, and all bytes that were announced.
+
+constexpr int mbarrier_most = (1 << 20) - 1; // arrivals, and bytes on the way
+struct mbarrier {
+    unsigned pending, expected; // arrivals to come in this phase; in each
+    int bytes;                  // to come, or where negative come before they were announced
+    unsigned phase;             // its parity
+};
+
+// From the lowest bit: 20 of pending, 20 of expected, 21 of bytes, 1 of phase, and 01, which fresh memory has not.
+static bool is_mbarrier(uint64_t word) { return word >> 62 == 1; }
+static uint64_t pack(const mbarrier &b) {
+    return b.pending | (uint64_t)b.expected << 20 | (uint64_t)(b.bytes & 0x1fffff) << 40 | (uint64_t)b.phase << 61 |
+           (uint64_t)1 << 62;
+}
+static mbarrier unpack(uint64_t word) {
+    const int bytes = (int)(word >> 40 & 0x1fffff);
+    return {(unsigned)(word & mbarrier_most), (unsigned)(word >> 20 & mbarrier_most), bytes - (bytes >> 20 << 21),
+            (unsigned)(word >> 61 & 1)};
+}
+
+static std::string where(const worker &w, const void *p) {
+    char words[100];
+    const int rank = owner(w, p);
+    if (rank < 0) {
+        snprintf(words, sizeof words, "at %p", p);
+        return words;
+    }
+    const ptrdiff_t byte = (const char *)p - w.gang->seats[rank].shared;
+    snprintf(words, sizeof words, "at byte %td of the dynamic shared memory", byte);
+    return w.gang->blocks == 1 ? words : words + (" of block " + std::to_string(rank)) + " of the cluster";
+}
+
+static std::string describe(const worker &w, const uint64_t *barrier) {
+    const mbarrier b = unpack(__atomic_load_n(barrier, __ATOMIC_RELAXED));
+    char words[100];
+    snprintf(words, sizeof words, " (parity now %u; to come: %u of %u arrivals, %d bytes)", b.phase, b.pending,
+             b.expected, b.bytes);
+    return "the mbarrier " + where(w, barrier) + words;
+}
+
+// As fail(), with the barrier's place, or also its state, after `what`.
+[[noreturn]] static void fail_at(const worker &w, const uint64_t *barrier, const char *name, const char *what,
+                                 bool state = false) {
+    char words[400];
+    snprintf(words, sizeof words, "%s", (state ? describe(w, barrier) : "the mbarrier " + where(w, barrier)).c_str());
+    fail("%s: %s%s", name, words, what);
+}
+
+static void check_barrier(const worker &w, const char *name, bool near, const uint64_t *barrier) {
+    if ((uintptr_t)barrier % 8) fail("%s: the mbarrier at %p is not aligned to 8 bytes", name, (const void *)barrier);
+    if (w.gang->blocks == 1) return;
+    const int rank = owner(w, barrier);
+    if (near && rank >= 0 && rank != w.rank) fail_at(w, barrier, name, " is not the block's own");
+    check_there(w, name, rank);
+}
+
+static mbarrier read(const worker &w, const char *name, const uint64_t *barrier, uint64_t word) {
+    if (!is_mbarrier(word)) fail_at(w, barrier, name, " has not been initialised");
+    return unpack(word);
+}
+
+void mbarrier_init(uint64_t *barrier, unsigned count) {
+    const worker &w = *self;
+    check_barrier(w, "mbarrier_init", true, barrier);
+    if (count < 1 || count > (unsigned)mbarrier_most) fail("mbarrier_init: a count of %u", count);
+    __atomic_store_n(barrier, pack({count, count, 0, 0}), __ATOMIC_RELEASE);
+    w.gang->changes.fetch_add(1, std::memory_order_release);
+}
+
+// Bytes are announced where positive, and have come where negative; then threads arrive. Returns what was there before.
+static uint64_t update(const worker &w, const char *name, uint64_t *barrier, long long bytes, unsigned arrivals) {
+    uint64_t seen = __atomic_load_n(barrier, __ATOMIC_ACQUIRE);
+    for (;;) {
+        mbarrier b = read(w, name, barrier, seen);
+        if (arrivals > b.pending) fail_at(w, barrier, name, " gets more arrivals than its phase expects", true);
+        if (std::abs(b.bytes + bytes) > mbarrier_most) fail_at(w, barrier, name, " gets beyond 2^20-1 bytes", true);
+        b.pending -= arrivals;
+        b.bytes += (int)bytes;
+        if (!b.pending && !b.bytes) b.phase ^= 1, b.pending = b.expected;
+        if (__atomic_compare_exchange_n(barrier, &seen, pack(b), true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) break;
+    }
+    w.gang->changes.fetch_add(1, std::memory_order_release);
+    return seen;
+}
+
+uint64_t mbarrier_update(const char *name, bool near, uint64_t *barrier, unsigned expect, unsigned arrivals) {
+    check_barrier(*self, name, near, barrier);
+    return update(*self, name, barrier, expect, arrivals);
+}
+
+unsigned mbarrier_parity(uint64_t state) {
+    if (!is_mbarrier(state)) fail("a wait for 0x%llx, which is no mbarrier's state", (unsigned long long)state);
+    return unpack(state).phase;
+}
+
+static void finish_loads(worker &w, const uint64_t *barrier) {
+    size_t left = 0;
+    for (const bulk_in &copy : w.loads) {
+        if (copy.barrier == barrier) {
+            memcpy(copy.to, copy.from, copy.bytes);
+            update(w, "cp_async_bulk", copy.barrier, -(long long)copy.bytes, 0);
+        } else {
+            w.loads[left++] = copy;
+        }
+    }
+    w.loads.resize(left);
+}
+
+bool mbarrier_poll(const char *name, uint64_t *barrier, unsigned parity) {
+    worker &w = *self;
+    check_barrier(w, name, true, barrier);
+    if (parity > 1) fail("%s: a parity of %u", name, parity);
+    if (!w.loads.empty()) finish_loads(w, barrier);
+    const mbarrier b = read(w, name, barrier, __atomic_load_n(barrier, __ATOMIC_ACQUIRE));
+    if (b.phase != parity) return true;
+    w.poll_name = name;
+    w.poll_barrier = barrier;
+    w.poll_parity = parity;
+    poll_again(w);
+    return false;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Bulk copies. They are done as late as can be: when a thread waits.
+
+static void check_bulk(const worker &w, const void *to, const void *from, unsigned bytes, const void *shared) {
+    if (((uintptr_t)to | (uintptr_t)from | bytes) % 16)
+        fail("cp_async_bulk of %u bytes from %p to %p: all must be multiples of 16", bytes, from, to);
+    const int rank = owner(w, shared);
+    if (rank >= 0 && (const char *)shared + bytes > w.gang->seats[rank].shared + w.grid->shared)
+        fail("cp_async_bulk of %u bytes from %p to %p: beyond the dynamic shared memory", bytes, from, to);
+    check_there(w, "cp_async_bulk", rank);
+#ifdef __SANITIZE_ADDRESS__ // complains here, in the kernel's line, not where the copy is done
+    for (const void *p : {to, from})
+        if (const void *bad = __asan_region_is_poisoned((void *)p, bytes)) (void)*(const volatile char *)bad;
+#endif
+}
+
+void bulk_load(void *to, const void *from, unsigned bytes, uint64_t *barrier, bool near) {
+    worker &w = *self;
+    check_bulk(w, to, from, bytes, to);
+    check_barrier(w, "cp_async_bulk", near, barrier);
+    read(w, "cp_async_bulk", barrier, __atomic_load_n(barrier, __ATOMIC_ACQUIRE));
+    const int rank = owner(w, barrier), to_rank = owner(w, to);
+    if (rank >= 0 && to_rank >= 0 && rank != to_rank)
+        fail_at(w, barrier, "cp_async_bulk", " is not where the copy goes");
+    if (rank < 0 || rank == w.rank) {
+        w.loads.push_back({to, from, bytes, barrier});
+    } else { // waited for on another OS thread
+        memcpy(to, from, bytes);
+        update(w, "cp_async_bulk", barrier, -(long long)bytes, 0);
+    }
+}
+
+void bulk_store(void *to, const void *from, unsigned bytes) {
+    worker &w = *self;
+    check_bulk(w, to, from, bytes, from);
+    w.stores.push_back({to, from, bytes, w.groups[thread_index] + 1, thread_index});
+}
+
+void bulk_commit() { self->groups[thread_index]++; }
+
+void bulk_wait(int groups) {
+    worker &w = *self;
+    size_t left = 0;
+    for (const bulk_out &copy : w.stores) {
+        if (copy.thread == thread_index && (int)(w.groups[thread_index] - copy.group) >= groups)
+            memcpy(copy.to, copy.from, copy.bytes);
+        else w.stores[left++] = copy;
+    }
+    w.stores.resize(left);
+}
+
+void store_async(void *to, const void *value, unsigned bytes, uint64_t *barrier) {
+    const worker &w = *self;
+    if ((uintptr_t)to % bytes) fail("st_async of %u bytes to %p, which is not aligned to that", bytes, to);
+    check_there(w, "st_async", owner(w, to));
+    check_barrier(w, "st_async", false, barrier);
+    if (owner(w, to) != owner(w, barrier)) fail_at(w, barrier, "st_async", " is not where the value goes");
+    memcpy(to, value, bytes);
+    update(w, "st_async", barrier, -(long long)bytes, 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Blocks.
 
 static void forbid([[maybe_unused]] char *memory, [[maybe_unused]] size_t bytes, [[maybe_unused]] bool forbidden) {
@@ -715,6 +962,11 @@ static void forbid([[maybe_unused]] char *memory, [[maybe_unused]] size_t bytes,
 
 // What the last thread to return leaves to do. The rest of its cluster finds its shared memory poisoned.
 static void finish_block(worker &w) {
+    if (!w.loads.empty())
+        fail("it returned, and nobody had waited for the bulk copy of %u bytes to %p", w.loads[0].bytes, w.loads[0].to);
+    if (!w.stores.empty())
+        fail("thread %d returned, and had not waited for its bulk copy of %u bytes to %p", w.stores[0].thread,
+             w.stores[0].bytes, w.stores[0].to);
     if (w.gang->blocks == 1) return;
     w.gang->seats[w.rank].idle_at.store(returned, std::memory_order_release);
     if (w.grid->shared) memset(w.shared, 0xff, w.grid->shared);
@@ -841,6 +1093,8 @@ static void run_blocks(job &j, int number) {
         w.barrier_arrived = w.barrier_votes = 0;
         w.start_first = w.abandoned = false;
         w.cluster_arrived = w.parked_count = 0;
+        w.loads.clear();
+        w.stores.clear();
     }
     if (w.gang != &w.alone) forbid(w.shared, j.shared, false);
     w.gang = &w.alone;
