@@ -88,6 +88,7 @@ inline thread_local uint3 threadIdx, blockIdx, blockDim, gridDim;
     E(cudaErrorStreamCaptureUnjoined, 904, "capturing stream has unjoined work")                                       \
     E(cudaErrorStreamCaptureImplicit, 906, "operation would make the legacy stream depend on a capture")          \
     E(cudaErrorCapturedEvent, 907, "operation not permitted on an event last recorded in a capturing stream")          \
+    E(cudaErrorInvalidClusterSize, 912, "a kernel launch error has occurred due to cluster misconfiguration")          \
     E(cudaErrorUnknown, 999, "unknown error")
 
 enum cudaError {
@@ -194,15 +195,19 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMinor = 76,
     cudaDevAttrMaxSharedMemoryPerMultiprocessor = 81,
     cudaDevAttrCooperativeLaunch = 95,
-    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
-};
-struct cudaFuncAttributes {
-    int binaryVersion, ptxVersion; // 90: kernels find here what compute capability 9.0 has
-    int maxThreadsPerBlock, maxDynamicSharedSizeBytes;
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+    cudaDevAttrClusterLaunch = 120
 };
 enum cudaFuncAttribute {
     cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
-    cudaFuncAttributePreferredSharedMemoryCarveout = 9
+    cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+    cudaFuncAttributeNonPortableClusterSizeAllowed = 14
+};
+struct cudaFuncAttributes { // what no CPU knows is 0; ptxVersion is 90: kernels find what compute capability 9.0 has
+    size_t sharedSizeBytes, constSizeBytes, localSizeBytes;
+    int maxThreadsPerBlock, numRegs, ptxVersion, binaryVersion, cacheModeCA, maxDynamicSharedSizeBytes;
+    int preferredShmemCarveout, clusterDimMustBeSet, requiredClusterWidth, requiredClusterHeight, requiredClusterDepth;
+    int clusterSchedulingPolicyPreference, nonPortableClusterSizeAllowed;
 };
 
 cudaError_t cudaGetDeviceCount(int *count);
@@ -231,7 +236,8 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T, int /*
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches: kernel %cpu::config(grid, block, shared, stream)(arguments...), and cudaLaunchKernelEx. Grids run one after
-// the other, so that a programmatic launch finds its predecessors done. There are no clusters yet.
+// the other, so that a programmatic launch finds its predecessors done. The blocks of a cluster run at the same time,
+// each on an OS thread of its own.
 
 enum cudaLaunchAttributeID {
     cudaLaunchAttributeIgnore = 0,
@@ -255,6 +261,12 @@ struct cudaLaunchConfig_t {
     cudaLaunchAttribute *attrs;
     unsigned numAttrs;
 };
+
+cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, const void *kernel, const cudaLaunchConfig_t *config);
+template <class T>
+cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, T *kernel, const cudaLaunchConfig_t *config) {
+    return cudaOccupancyMaxActiveClusters(clusters, (const void *)kernel, config);
+}
 
 inline void cudaGridDependencySynchronize() {}
 inline void cudaTriggerProgrammaticLaunchCompletion() {}
@@ -304,8 +316,15 @@ int barrier(op what, int predicate);
 unsigned long long meet(op what, unsigned mask, unsigned long long value, int source);
 int source_lane(op what, int operand, int width);
 void poison(void *p, size_t bytes);
-void yield();                                                                     // lets other threads of the block run
+void yield();                                    // lets other threads of the block run
 [[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char *format, ...); // ends the launch with an error
+
+// Clusters (what cooperative_groups.h asks for).
+void cluster_arrive();
+void cluster_wait();
+unsigned cluster_rank(), cluster_blocks();
+unsigned shared_rank(const void *p);           // whose dynamic shared memory p points into
+void *map_shared(const void *p, unsigned rank); // what p is in the running block, in that one
 
 template <class T> void poison(T &variable) { poison((void *)&variable, sizeof(T)); }
 

@@ -1,7 +1,9 @@
-// The CPU device: what cuda_runtime.h declares. From the bottom up: stacks to switch between, the threads of a block
-// and where they meet, the blocks of a grid over the OS threads, then errors, memory, streams and queries.
+// The CPU device: what cuda_runtime.h, cooperative_groups.h and cuda/ptx declare. From the bottom up: stacks to switch
+// between, the threads of a block and where they meet, clusters of blocks, barriers in shared memory and bulk copies,
+// the blocks of a grid over the OS threads, then errors, memory, streams and queries.
 
 #include "cuda_runtime.h"
+#include "cuda/ptx"
 
 #include <algorithm>
 #include <atomic>
@@ -14,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <sched.h>
 #include <string>
 #include <sys/mman.h>
 #include <system_error>
@@ -34,6 +37,7 @@
 namespace cpu {
 
 constexpr int max_threads = 1024, max_warps = max_threads / 32;
+constexpr int cluster_portable = 8, cluster_most = 16; // blocks
 constexpr size_t shared_default = 48 << 10, shared_most = 227 << 10;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -152,14 +156,50 @@ struct meeting {
     unsigned mask, lanes;
 };
 
+// A block of a cluster, as the others see it.
+constexpr unsigned long long busy = ~0ull, returned = ~0ull - 1;
+struct seat {
+    char *shared = nullptr;
+    std::atomic<unsigned long long> idle_at{busy}; // the cluster's `changes` at which all its threads had to wait
+    std::atomic<unsigned> arrived{0};              // the cluster barrier's generation after the one it has arrived for
+};
+
+// The blocks of a cluster run at the same time, each on an OS thread of its own: so many OS threads go from cluster to
+// cluster together. A launch without clusters has a cluster around every block.
+struct cluster {
+    int blocks = 1;
+    size_t shared_bytes = 0;                         // of each
+    unsigned long long number = 0;                   // which of the grid's it is
+    std::atomic<unsigned> rounds{0}, ready{0};       // clusters started; blocks ready for the next
+    std::atomic<unsigned> generation{0}, arrived{0}; // the cluster barrier: how often complete; blocks there since
+    std::atomic<unsigned long long> changes{0};      // to what any thread may be waiting for: that, and mbarriers
+    seat seats[cluster_most];
+};
+
+// Bulk copies that nobody has waited for, thus not done: into shared memory, and out of it, where a thread groups them.
+struct bulk_in {
+    void *to;
+    const void *from;
+    unsigned bytes;
+    uint64_t *barrier;
+};
+struct bulk_out {
+    void *to;
+    const void *from;
+    unsigned bytes, group;
+    int thread;
+};
+
 // A grid being run.
 struct job {
     const void *kernel;
     const std::function<void()> *body;
-    dim3 grid, block;
+    dim3 grid, block, cluster_size, clusters; // the last in clusters, the others in blocks and threads
     size_t shared;
-    unsigned long long blocks;
-    std::atomic<unsigned long long> next_block{0};
+    int cluster_blocks = 1, workers = 1;      // of a cluster; OS threads to take part, at most
+    std::unique_ptr<cluster[]> gangs;         // the OS threads' clusters, where they are of more than a block
+    unsigned long long units;                 // clusters
+    std::atomic<unsigned long long> next_unit{0};
     std::atomic<bool> failed{false};
     std::string message; // written by whoever set `failed`
 };
@@ -196,6 +236,31 @@ struct worker {
 
     op barrier_op{};
     int barrier_arrived = 0, barrier_votes = 0, barrier_result = 0;
+
+    cluster alone, *gang = &alone; // the block's cluster
+    int rank = 0;                  // in it
+    uint3 place{};
+    int cluster_arrived = 0;       // threads that have arrived at the cluster barrier; 0 again once all have
+    bool cluster_used = false;     // `cluster_states` are not all 0
+    unsigned char cluster_states[max_threads]{}; // 1, 2: has arrived in an even, odd generation, and not waited yet
+    unsigned short parked[max_threads];          // the threads that wait there
+    int parked_count = 0;
+
+    std::vector<bulk_in> loads;
+    std::vector<bulk_out> stores;
+    unsigned groups[max_threads]{}; // that each thread has committed, ever
+
+    // Threads poll when they wait for a barrier in shared memory. What shows that this is all they do:
+    unsigned polled[max_warps]{};        // the lanes whose last turn ended with a poll in vain
+    unsigned idle_pushes = 0;            // so often such a thread went into the ring
+    unsigned seen_pushes = 0;            // how often the others had, when somebody polled last
+    unsigned long long seen_changes = 0; // and the cluster's changes then
+    unsigned idle_polls = 0;             // polls in vain since either was different
+    int naps = 0;                        // the OS thread's, since then
+    std::chrono::steady_clock::time_point stuck_since{}; // when the whole cluster was first seen so
+    const char *poll_name = nullptr;     // the last poll, for the error; null: the cluster barrier
+    uint64_t *poll_barrier = nullptr;
+    unsigned poll_parity = 0;
 
     unsigned gone[max_warps];   // the lanes that have returned or never were
     int meetings[max_warps]{};  // how many of the warp's `meeting`s are open
@@ -355,10 +420,21 @@ static void wait(worker &w) {
     threadIdx = coordinates;
 }
 
+static bool release_parked(worker &w);
+
+// The running thread lets all others run first.
+static void step_back(worker &w) {
+    release_parked(w);
+    push_ready(w, thread_index);
+    w.start_first = w.started < w.threads; // or those that yield would pass the turn among themselves
+    wait(w);
+}
+
 void yield() {
-    push_ready(*self, thread_index);
-    self->start_first = self->started < self->threads; // or those that yield would pass the turn among themselves
-    wait(*self);
+    unsigned &polled = self->polled[thread_index / 32];
+    if (polled >> thread_index % 32 & 1) self->idle_pushes++; // it only sleeps between two polls
+    polled &= ~(1u << thread_index % 32);
+    step_back(*self);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -480,8 +556,15 @@ static std::string why_stuck(const worker &w) {
         snprintf(part, sizeof part, "%s reached by %d of %d threads (%d returned", name_of(w.barrier_op),
                  w.barrier_arrived, w.threads, w.threads - w.live);
         what = part;
-        const int elsewhere = w.live - w.barrier_arrived;
+        int elsewhere = 0;
+        for (int warp = 0; warp < max_warps; warp++)
+            for (int i = 0; i < w.meetings[warp]; i++) elsewhere += __builtin_popcount(w.meeting_of[warp][i].lanes);
         what += elsewhere ? ", " + std::to_string(elsewhere) + " wait in their warp)" : ")";
+    }
+    if (w.cluster_arrived) {
+        snprintf(part, sizeof part, "%scluster.sync() reached by %d of %d threads of the block (%d returned)",
+                 what.empty() ? "" : "; ", w.cluster_arrived, w.threads, w.threads - w.live);
+        what += part;
     }
     for (int warp = 0; warp < max_warps; warp++) {
         if (!w.meetings[warp]) continue;
@@ -511,16 +594,420 @@ void poison(void *p, size_t bytes) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Waiting for what other threads bring about at their leisure: the cluster barrier, where threads are parked, and
+// barriers in shared memory, which they poll. Once no thread of a cluster does anything else, nothing will ever change.
+
+// For a new block.
+static void reset_waits(worker &w) {
+    if (w.cluster_used) memset(w.cluster_states, 0, sizeof w.cluster_states);
+    w.cluster_used = false;
+    w.idle_polls = 0;
+    w.cluster_arrived = w.parked_count = 0;
+}
+
+// Gives the processor to other OS threads, and after a while of that rests itself.
+static void nap(int naps) {
+    if (naps < 100) sched_yield();
+    else usleep(50);
+}
+
+static std::string describe(const worker &w, const uint64_t *barrier);
+
+[[noreturn]] static void fail_idle(const worker &w) {
+    char what[512];
+    {
+        const cluster &c = *w.gang;
+        std::string words;
+        char part[200];
+        if (w.poll_name) {
+            snprintf(part, sizeof part, "thread (%u,%u,%u) waits in %s for parity %u of ", threadIdx.x, threadIdx.y,
+                     threadIdx.z, w.poll_name, w.poll_parity);
+            words = part + describe(w, w.poll_barrier);
+        } else {
+            snprintf(part, sizeof part, "cluster.sync() reached by %u of %d blocks", c.arrived.load(), c.blocks);
+            words = part;
+        }
+        if (const std::string more = why_stuck(w); !more.empty()) words += "; " + more;
+        for (int i = 0; i < c.blocks; i++) {
+            const bool gone = c.seats[i].idle_at.load() == returned;
+            if (!gone && (w.poll_name || c.seats[i].arrived.load() == c.generation.load() + 1)) continue;
+            words += "; block " + std::to_string(i) + " of the cluster " + (gone ? "returned" : "waits elsewhere");
+        }
+        snprintf(what, sizeof what, "%s", words.c_str());
+    }
+    fail("%s, and nothing happens any more", what);
+}
+
+// To be called when all threads of the block have been found waiting since the cluster's changes were `seen_changes`.
+static void rest(worker &w) {
+    if (w.grid->failed.load(std::memory_order_relaxed)) abandon(w);
+    cluster &c = *w.gang;
+    c.seats[w.rank].idle_at.store(w.seen_changes, std::memory_order_release);
+    bool stuck = true;
+    for (int i = 0; i < c.blocks; i++) {
+        const unsigned long long at = c.seats[i].idle_at.load(std::memory_order_acquire);
+        stuck &= at == w.seen_changes || at == returned;
+    }
+    stuck &= c.changes.load(std::memory_order_acquire) == w.seen_changes;
+    // It could be that polls are mixed with looks at global memory, which other clusters write: so not at once.
+    const auto now = std::chrono::steady_clock::now();
+    if (!stuck || w.naps == 0) w.stuck_since = now;
+    else if (now - w.stuck_since > std::chrono::milliseconds(500)) fail_idle(w);
+    nap(w.naps++);
+}
+
+// The block's state of affairs has changed since it was last idle.
+static void not_idle(worker &w, unsigned long long changes) {
+    w.gang->seats[w.rank].idle_at.store(busy, std::memory_order_release);
+    w.seen_changes = changes;
+    w.idle_polls = 0;
+    w.naps = 0;
+}
+
+// Lets those go on that have waited at the cluster barrier, if it is complete.
+static bool release_parked(worker &w) {
+    if (!w.parked_count) return false;
+    const unsigned generation = w.gang->generation.load(std::memory_order_acquire);
+    if (w.cluster_states[w.parked[0]] == 1 + generation % 2) return false;
+    for (int i = 0; i < w.parked_count; i++) push_ready(w, w.parked[i]);
+    w.parked_count = 0;
+    return true;
+}
+
+// After a poll in vain: lets other threads of the block run, and rests when all of them have polled in vain, twice.
+static void poll_again(worker &w) {
+    const unsigned long long changes = w.gang->changes.load(std::memory_order_acquire);
+    const unsigned pushes = w.ready_head + w.ready_count - w.idle_pushes;
+    if (w.started < w.threads || changes != w.seen_changes || pushes != w.seen_pushes) {
+        not_idle(w, changes);
+        w.seen_pushes = pushes;
+    } else if (++w.idle_polls > 2 * (w.ready_count + 1)) {
+        rest(w);
+    }
+    w.polled[thread_index / 32] |= 1u << thread_index % 32;
+    w.idle_pushes++;
+    step_back(w);
+}
+
+void cluster_arrive() {
+    worker &w = *self;
+    cluster &c = *w.gang;
+    unsigned char &state = w.cluster_states[thread_index];
+    if (state) fail("thread %d arrives at the cluster barrier again without having waited there", thread_index);
+    const unsigned generation = c.generation.load(std::memory_order_acquire); // it stands until this block is all there
+    state = 1 + generation % 2;
+    w.cluster_used = true;
+    if (++w.cluster_arrived < w.threads) return;
+    w.cluster_arrived = 0;
+    c.seats[w.rank].arrived.store(generation + 1, std::memory_order_relaxed);
+    if (c.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == (unsigned)c.blocks) {
+        c.arrived.store(0, std::memory_order_relaxed);
+        c.generation.store(generation + 1, std::memory_order_release);
+    }
+    c.changes.fetch_add(1, std::memory_order_release);
+}
+
+void cluster_wait() {
+    worker &w = *self;
+    unsigned char &state = w.cluster_states[thread_index];
+    if (!state) fail("thread %d waits at the cluster barrier and has not arrived", thread_index);
+    release_parked(w); // so that all those parked wait for the same
+    if (state == 1 + w.gang->generation.load(std::memory_order_acquire) % 2) {
+        w.parked[w.parked_count++] = (unsigned short)thread_index;
+        wait(w);
+    }
+    state = 0;
+}
+
+// No thread of the block can go on unless the cluster barrier lets it.
+static void wait_for_cluster(worker &w) {
+    const unsigned long long changes = w.gang->changes.load(std::memory_order_acquire);
+    if (release_parked(w)) return;
+    if (!w.parked_count || w.cluster_arrived) fail_stuck(w);
+    if (changes != w.seen_changes) not_idle(w, changes);
+    w.poll_name = nullptr;
+    rest(w);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The shared memory of a cluster.
+
+unsigned cluster_rank() { return (unsigned)self->rank; }
+unsigned cluster_blocks() { return (unsigned)self->gang->blocks; }
+
+// The block of the cluster whose dynamic shared memory p points into, or -1.
+static int owner(const worker &w, const void *p) {
+    const cluster &c = *w.gang;
+    for (int i = 0; i < c.blocks; i++)
+        if ((uintptr_t)p - (uintptr_t)c.seats[i].shared < w.grid->shared) return i;
+    return -1;
+}
+
+static void check_there(const worker &w, const char *name, int rank) {
+    if (rank < 0 || rank == w.rank || w.gang->seats[rank].idle_at.load(std::memory_order_acquire) != returned) return;
+    fail("%s: block %d of the cluster has returned, and its shared memory with it", name, rank);
+}
+
+unsigned shared_rank(const void *p) {
+    const int rank = owner(*self, p);
+    if (rank < 0) fail("query_shared_rank: %p is not in the cluster's dynamic shared memory", p);
+    return (unsigned)rank;
+}
+
+void *map_shared(const void *p, unsigned rank) {
+    const worker &w = *self;
+    const cluster &c = *w.gang;
+    if (rank >= (unsigned)c.blocks) fail("map_shared_rank: rank %u of a cluster of %d", rank, c.blocks);
+    const size_t offset = (uintptr_t)p - (uintptr_t)w.shared;
+    if (offset >= w.grid->shared)
+        fail("map_shared_rank: %p is not in the block's dynamic shared memory, and no other is mapped", p);
+    check_there(w, "map_shared_rank", (int)rank);
+    return c.seats[rank].shared + offset;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Barriers in shared memory. A phase is complete when all arrivals have come, and all bytes that were announced.
+
+constexpr int mbarrier_most = (1 << 20) - 1; // arrivals, and bytes on the way
+struct mbarrier {
+    unsigned pending, expected; // arrivals to come in this phase; in each
+    int bytes;                  // to come, or where negative come before they were announced
+    unsigned phase;             // its parity
+};
+
+// From the lowest bit: 20 of pending, 20 of expected, 21 of bytes, 1 of phase, and 01, which fresh memory has not.
+static bool is_mbarrier(uint64_t word) { return word >> 62 == 1; }
+static uint64_t pack(const mbarrier &b) {
+    return b.pending | (uint64_t)b.expected << 20 | (uint64_t)(b.bytes & 0x1fffff) << 40 | (uint64_t)b.phase << 61 |
+           (uint64_t)1 << 62;
+}
+static mbarrier unpack(uint64_t word) {
+    const int bytes = (int)(word >> 40 & 0x1fffff);
+    return {(unsigned)(word & mbarrier_most), (unsigned)(word >> 20 & mbarrier_most), bytes - (bytes >> 20 << 21),
+            (unsigned)(word >> 61 & 1)};
+}
+
+static std::string where(const worker &w, const void *p) {
+    char words[100];
+    const int rank = owner(w, p);
+    if (rank < 0) {
+        snprintf(words, sizeof words, "at %p", p);
+        return words;
+    }
+    const ptrdiff_t byte = (const char *)p - w.gang->seats[rank].shared;
+    snprintf(words, sizeof words, "at byte %td of the dynamic shared memory", byte);
+    return w.gang->blocks == 1 ? words : words + (" of block " + std::to_string(rank)) + " of the cluster";
+}
+
+static std::string describe(const worker &w, const uint64_t *barrier) {
+    const mbarrier b = unpack(__atomic_load_n(barrier, __ATOMIC_RELAXED));
+    char words[100];
+    snprintf(words, sizeof words, " (parity now %u; to come: %u of %u arrivals, %d bytes)", b.phase, b.pending,
+             b.expected, b.bytes);
+    return "the mbarrier " + where(w, barrier) + words;
+}
+
+// As fail(), with the barrier's place, or also its state, after `what`.
+[[noreturn]] static void fail_at(const worker &w, const uint64_t *barrier, const char *name, const char *what,
+                                 bool state = false) {
+    char words[400];
+    snprintf(words, sizeof words, "%s", (state ? describe(w, barrier) : "the mbarrier " + where(w, barrier)).c_str());
+    fail("%s: %s%s", name, words, what);
+}
+
+static void check_barrier(const worker &w, const char *name, bool near, const uint64_t *barrier) {
+    if ((uintptr_t)barrier % 8) fail("%s: the mbarrier at %p is not aligned to 8 bytes", name, (const void *)barrier);
+    if (w.gang->blocks == 1) return;
+    const int rank = owner(w, barrier);
+    if (near && rank >= 0 && rank != w.rank) fail_at(w, barrier, name, " is not the block's own");
+    check_there(w, name, rank);
+}
+
+static mbarrier read(const worker &w, const char *name, const uint64_t *barrier, uint64_t word) {
+    if (!is_mbarrier(word)) fail_at(w, barrier, name, " has not been initialised");
+    return unpack(word);
+}
+
+void mbarrier_init(uint64_t *barrier, unsigned count) {
+    const worker &w = *self;
+    check_barrier(w, "mbarrier_init", true, barrier);
+    if (count < 1 || count > (unsigned)mbarrier_most) fail("mbarrier_init: a count of %u", count);
+    __atomic_store_n(barrier, pack({count, count, 0, 0}), __ATOMIC_RELEASE);
+    w.gang->changes.fetch_add(1, std::memory_order_release);
+}
+
+// Bytes are announced where positive, and have come where negative; then threads arrive. Returns what was there before.
+static uint64_t update(const worker &w, const char *name, uint64_t *barrier, long long bytes, unsigned arrivals) {
+    uint64_t seen = __atomic_load_n(barrier, __ATOMIC_ACQUIRE);
+    for (;;) {
+        mbarrier b = read(w, name, barrier, seen);
+        if (arrivals > b.pending) fail_at(w, barrier, name, " gets more arrivals than its phase expects", true);
+        if (std::abs(b.bytes + bytes) > mbarrier_most) fail_at(w, barrier, name, " gets beyond 2^20-1 bytes", true);
+        b.pending -= arrivals;
+        b.bytes += (int)bytes;
+        if (!b.pending && !b.bytes) b.phase ^= 1, b.pending = b.expected;
+        if (__atomic_compare_exchange_n(barrier, &seen, pack(b), true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) break;
+    }
+    w.gang->changes.fetch_add(1, std::memory_order_release);
+    return seen;
+}
+
+uint64_t mbarrier_update(const char *name, bool near, uint64_t *barrier, unsigned expect, unsigned arrivals) {
+    check_barrier(*self, name, near, barrier);
+    return update(*self, name, barrier, expect, arrivals);
+}
+
+unsigned mbarrier_parity(uint64_t state) {
+    if (!is_mbarrier(state)) fail("a wait for 0x%llx, which is no mbarrier's state", (unsigned long long)state);
+    return unpack(state).phase;
+}
+
+static void finish_loads(worker &w, const uint64_t *barrier) {
+    size_t left = 0;
+    for (const bulk_in &copy : w.loads) {
+        if (copy.barrier == barrier) {
+            memcpy(copy.to, copy.from, copy.bytes);
+            update(w, "cp_async_bulk", copy.barrier, -(long long)copy.bytes, 0);
+        } else {
+            w.loads[left++] = copy;
+        }
+    }
+    w.loads.resize(left);
+}
+
+bool mbarrier_poll(const char *name, uint64_t *barrier, unsigned parity) {
+    worker &w = *self;
+    check_barrier(w, name, true, barrier);
+    if (parity > 1) fail("%s: a parity of %u", name, parity);
+    if (!w.loads.empty()) finish_loads(w, barrier);
+    const mbarrier b = read(w, name, barrier, __atomic_load_n(barrier, __ATOMIC_ACQUIRE));
+    if (b.phase != parity) return true;
+    w.poll_name = name;
+    w.poll_barrier = barrier;
+    w.poll_parity = parity;
+    poll_again(w);
+    return false;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Bulk copies. They are done as late as can be: when a thread waits.
+
+static void check_bulk(const worker &w, const void *to, const void *from, unsigned bytes, const void *shared) {
+    if (((uintptr_t)to | (uintptr_t)from | bytes) % 16)
+        fail("cp_async_bulk of %u bytes from %p to %p: all must be multiples of 16", bytes, from, to);
+    const int rank = owner(w, shared);
+    if (rank >= 0 && (const char *)shared + bytes > w.gang->seats[rank].shared + w.grid->shared)
+        fail("cp_async_bulk of %u bytes from %p to %p: beyond the dynamic shared memory", bytes, from, to);
+    check_there(w, "cp_async_bulk", rank);
+#ifdef __SANITIZE_ADDRESS__ // complains here, in the kernel's line, not where the copy is done
+    for (const void *p : {to, from})
+        if (const void *bad = __asan_region_is_poisoned((void *)p, bytes)) (void)*(const volatile char *)bad;
+#endif
+}
+
+void bulk_load(void *to, const void *from, unsigned bytes, uint64_t *barrier, bool near) {
+    worker &w = *self;
+    check_bulk(w, to, from, bytes, to);
+    check_barrier(w, "cp_async_bulk", near, barrier);
+    read(w, "cp_async_bulk", barrier, __atomic_load_n(barrier, __ATOMIC_ACQUIRE));
+    const int rank = owner(w, barrier), to_rank = owner(w, to);
+    if (rank >= 0 && to_rank >= 0 && rank != to_rank)
+        fail_at(w, barrier, "cp_async_bulk", " is not where the copy goes");
+    if (rank < 0 || rank == w.rank) {
+        w.loads.push_back({to, from, bytes, barrier});
+    } else { // waited for on another OS thread
+        memcpy(to, from, bytes);
+        update(w, "cp_async_bulk", barrier, -(long long)bytes, 0);
+    }
+}
+
+void bulk_store(void *to, const void *from, unsigned bytes) {
+    worker &w = *self;
+    check_bulk(w, to, from, bytes, from);
+    w.stores.push_back({to, from, bytes, w.groups[thread_index] + 1, thread_index});
+}
+
+void bulk_commit() { self->groups[thread_index]++; }
+
+void bulk_wait(int groups) {
+    worker &w = *self;
+    size_t left = 0;
+    for (const bulk_out &copy : w.stores) {
+        if (copy.thread == thread_index && (int)(w.groups[thread_index] - copy.group) >= groups)
+            memcpy(copy.to, copy.from, copy.bytes);
+        else w.stores[left++] = copy;
+    }
+    w.stores.resize(left);
+}
+
+void store_async(void *to, const void *value, unsigned bytes, uint64_t *barrier) {
+    const worker &w = *self;
+    if ((uintptr_t)to % bytes) fail("st_async of %u bytes to %p, which is not aligned to that", bytes, to);
+    check_there(w, "st_async", owner(w, to));
+    check_barrier(w, "st_async", false, barrier);
+    if (owner(w, to) != owner(w, barrier)) fail_at(w, barrier, "st_async", " is not where the value goes");
+    memcpy(to, value, bytes);
+    update(w, "st_async", barrier, -(long long)bytes, 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Blocks.
+
+static void forbid([[maybe_unused]] char *memory, [[maybe_unused]] size_t bytes, [[maybe_unused]] bool forbidden) {
+#ifdef __SANITIZE_ADDRESS__
+    if (forbidden) __asan_poison_memory_region(memory, bytes);
+    else __asan_unpoison_memory_region(memory, bytes);
+#endif
+}
+
+// What the last thread to return leaves to do. The rest of its cluster finds its shared memory poisoned.
+static void finish_block(worker &w) {
+    if (!w.loads.empty())
+        fail("it returned, and nobody had waited for the bulk copy of %u bytes to %p", w.loads[0].bytes, w.loads[0].to);
+    if (!w.stores.empty())
+        fail("thread %d returned, and had not waited for its bulk copy of %u bytes to %p", w.stores[0].thread,
+             w.stores[0].bytes, w.stores[0].to);
+    if (w.gang->blocks == 1) return;
+    w.gang->seats[w.rank].idle_at.store(returned, std::memory_order_release);
+    if (w.grid->shared) memset(w.shared, 0xff, w.grid->shared);
+    forbid(w.shared, w.grid->shared, true);
+}
+
+// The number of the next cluster, which the last of its blocks to be ready takes for all.
+static unsigned long long next_cluster(worker &w) {
+    job &j = *w.grid;
+    cluster &c = *w.gang;
+    if (c.blocks == 1) return j.next_unit.fetch_add(1, std::memory_order_relaxed);
+    const unsigned round = c.rounds.load(std::memory_order_relaxed);
+    if (c.ready.fetch_add(1, std::memory_order_acq_rel) + 1 < (unsigned)c.blocks) {
+        for (int naps = 0; c.rounds.load(std::memory_order_acquire) == round;) {
+            if (j.failed.load(std::memory_order_relaxed)) return j.units;
+            nap(naps++);
+        }
+        return c.number;
+    }
+    c.ready.store(0, std::memory_order_relaxed);
+    c.arrived.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < c.blocks; i++) {
+        c.seats[i].idle_at.store(busy, std::memory_order_relaxed);
+        forbid(c.seats[i].shared, c.shared_bytes, false);
+    }
+    c.number = j.next_unit.fetch_add(1, std::memory_order_relaxed);
+    c.rounds.store(round + 1, std::memory_order_release);
+    return c.number;
+}
 
 // Takes the grid's next block, if there is one.
 static bool start_block(worker &w) {
     job &j = *w.grid;
     if (j.failed.load(std::memory_order_relaxed)) return false;
-    const unsigned long long block = j.next_block.fetch_add(1, std::memory_order_relaxed);
-    if (block >= j.blocks) return false;
-    const unsigned long long row = block / j.grid.x;
-    blockIdx = {(unsigned)(block % j.grid.x), (unsigned)(row % j.grid.y), (unsigned)(row / j.grid.y)};
+    finish_block(w);
+    const unsigned long long unit = next_cluster(w);
+    if (unit >= j.units) return false;
+    const unsigned long long row = unit / j.clusters.x;
+    blockIdx = {(unsigned)(unit % j.clusters.x) * j.cluster_size.x + w.place.x,
+                (unsigned)(row % j.clusters.y) * j.cluster_size.y + w.place.y,
+                (unsigned)(row / j.clusters.y) * j.cluster_size.z + w.place.z};
     w.live = w.threads = (int)(j.block.x * j.block.y * j.block.z);
     w.started = 0;
     w.next_index = {0, 0, 0};
@@ -528,7 +1015,8 @@ static bool start_block(worker &w) {
     const int warps = (w.threads + 31) / 32;
     memset(w.gone, 0, warps * sizeof w.gone[0]);
     if (w.threads % 32) w.gone[warps - 1] = ~0u << w.threads % 32;
-    if (j.shared) memset(w.shared, 0xff, j.shared);
+    if (j.shared && w.gang->blocks == 1) memset(w.shared, 0xff, j.shared);
+    reset_waits(w);
     return true;
 }
 
@@ -562,7 +1050,7 @@ static void run_threads() {
             w.start_first = false;
             run_thread(w);
         } else if (w.live > 0) {
-            fail_stuck(w);
+            wait_for_cluster(w);
         } else if (!start_block(w)) {
             w.current->next_free = w.free;
             w.free = w.current;
@@ -571,8 +1059,9 @@ static void run_threads() {
     }
 }
 
-// Runs blocks of the grid until none is left to take. The worker lives as long as the OS thread: fibers stay on it.
-static void run_blocks(job &j) {
+// Runs blocks of the grid until none is left to take, as the job's worker of this number. The state of it lives as long
+// as the OS thread: fibers stay on it.
+static void run_blocks(job &j, int number) {
     static thread_local std::unique_ptr<worker> owner;
     if (!owner) owner = std::make_unique<worker>();
     worker &w = *owner;
@@ -588,6 +1077,12 @@ static void run_blocks(job &j) {
         w.shared_bytes = j.shared;
     }
     dynamic_shared = w.shared;
+    const int rank = number % j.cluster_blocks;
+    const dim3 size = j.cluster_size;
+    w.gang = j.gangs ? &j.gangs[number / j.cluster_blocks] : &w.alone;
+    w.gang->seats[rank].shared = w.shared;
+    w.rank = rank;
+    w.place = {rank % size.x, rank / size.x % size.y, rank / size.x / size.y};
     w.threads = w.started = w.live = 0;
     switch_to(w, take_free_fiber(w));
     if (w.abandoned) {
@@ -597,7 +1092,12 @@ static void run_blocks(job &j) {
         w.ready_head = w.ready_count = 0;
         w.barrier_arrived = w.barrier_votes = 0;
         w.start_first = w.abandoned = false;
+        w.cluster_arrived = w.parked_count = 0;
+        w.loads.clear();
+        w.stores.clear();
     }
+    if (w.gang != &w.alone) forbid(w.shared, j.shared, false);
+    w.gang = &w.alone;
     self = nullptr;
 }
 
@@ -605,47 +1105,70 @@ static void run_blocks(job &j) {
 struct pool {
     std::mutex launching; // held by the one launch that runs
     std::mutex lock;      // over what follows
-    std::condition_variable wake, idle;
+    std::condition_variable wake, wake_more, idle; // the second for the threads beyond `size`, which clusters need
     job *grid = nullptr;
     unsigned long long launches = 0;
-    int size = 1, started = 1, inside = 0; // the launching thread is one of them
+    int size = 1, started = 1;  // the launching thread is one of them
+    int inside = 0, joined = 0; // helpers that work on the grid; that ever did
 
     pool() {
         const char *wanted = getenv("BOOKENDS_CPU_THREADS");
         size = wanted ? atoi(wanted) : (int)std::thread::hardware_concurrency();
         size = std::max(1, std::min(size, 1024));
     }
-    void help() {
+    void help(int number) {
         std::unique_lock<std::mutex> guard(lock);
+        std::condition_variable &mine = number < size ? wake : wake_more;
         for (unsigned long long seen = 0;;) {
-            wake.wait(guard, [&] { return launches != seen; });
+            mine.wait(guard, [&] { return launches != seen; });
             seen = launches;
-            if (!grid) continue; // too late for this one
+            if (!grid || number >= grid->workers) continue; // too late for this one, or not needed
             job &j = *grid;
             inside++;
+            joined++;
             guard.unlock();
-            run_blocks(j);
+            run_blocks(j, number);
             guard.lock();
             if (--inside == 0) idle.notify_one();
         }
     }
+    // Has so many OS threads, or fewer where the system gives no more.
+    void start(int wanted) {
+        try {
+            for (; started < wanted; started++) std::thread([this, number = started] { help(number); }).detach();
+        } catch (const std::system_error &) {
+            std::lock_guard<std::mutex> guard(lock);
+            size = std::min(size, started);
+        }
+    }
     void run(job &j) {
         std::lock_guard<std::mutex> alone(launching);
-        if (j.blocks > 1 && size > 1) {
-            try {
-                for (; started < size; started++) std::thread([this] { help(); }).detach();
-            } catch (const std::system_error &) {
-                size = started; // the system gives no more threads
-            }
+        const int each = j.cluster_blocks;
+        const int gangs = (int)std::min<unsigned long long>(std::max(1, size / each), j.units);
+        if (gangs * each > 1) start(each == 1 ? size : gangs * each);
+        j.workers = std::min(gangs, started / each) * each;
+        if (j.workers == 0) {
+            j.failed = true;
+            j.message = "kernel " + kernel_name(j.kernel) + ": not enough OS threads for the blocks of a cluster";
+            return;
+        }
+        if (each > 1) {
+            j.gangs = std::make_unique<cluster[]>((size_t)(j.workers / each));
+            for (int i = 0; i < j.workers / each; i++) j.gangs[i].blocks = each, j.gangs[i].shared_bytes = j.shared;
+        }
+        if (j.workers > 1) {
             std::lock_guard<std::mutex> guard(lock);
             grid = &j;
+            joined = 0;
             launches++;
             wake.notify_all();
+            if (j.workers > size) wake_more.notify_all();
         }
-        run_blocks(j);
+        run_blocks(j, 0);
         std::unique_lock<std::mutex> guard(lock);
+        if (each == 1) grid = nullptr; // a gang must be whole; a single helper may be late
+        idle.wait(guard, [&] { return inside == 0 && (each == 1 || joined == j.workers - 1); });
         grid = nullptr;
-        idle.wait(guard, [&] { return inside == 0; });
     }
 };
 
@@ -670,15 +1193,19 @@ static cudaError_t done(cudaError_t error) {
 }
 
 // Runs the grid; an error stays.
-static void run_grid(const void *kernel, const cudaLaunchConfig_t &where, const std::function<void()> &body) {
+static void run_grid(const void *kernel, const cudaLaunchConfig_t &where, dim3 cluster_size,
+                     const std::function<void()> &body) {
     if (broken) return;
     job j;
     j.kernel = kernel;
     j.body = &body;
     j.grid = where.gridDim;
     j.block = where.blockDim;
+    j.cluster_size = cluster_size;
+    j.clusters = dim3(j.grid.x / cluster_size.x, j.grid.y / cluster_size.y, j.grid.z / cluster_size.z);
+    j.cluster_blocks = (int)(cluster_size.x * cluster_size.y * cluster_size.z);
     j.shared = where.dynamicSmemBytes;
-    j.blocks = (unsigned long long)j.grid.x * j.grid.y * j.grid.z;
+    j.units = (unsigned long long)j.clusters.x * j.clusters.y * j.clusters.z;
     the_pool().run(j);
     if (!j.failed) return;
     std::lock_guard<std::mutex> guard(broken_lock);
@@ -991,59 +1518,101 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches.
 
+// What cudaFuncSetAttribute has set.
+struct kernel_attributes {
+    size_t shared = shared_default; // dynamic, at most
+    bool large_clusters = false;
+};
 static std::mutex attributes_lock;
-static std::map<const void *, size_t> shared_allowed; // where cudaFuncSetAttribute has raised it
+static std::map<const void *, kernel_attributes> attributes_set;
+
+static kernel_attributes attributes_of(const void *kernel) {
+    locked guard(attributes_lock);
+    const auto set = attributes_set.find(kernel);
+    return set == attributes_set.end() ? kernel_attributes{} : set->second;
+}
 
 cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value) {
     if (!kernel) return done(cudaErrorInvalidDeviceFunction);
-    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return done(cudaSuccess);
-    if (value < 0 || (size_t)value > shared_most) return done(cudaErrorInvalidValue);
+    const bool shared = attribute == cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (shared && (value < 0 || (size_t)value > shared_most)) return done(cudaErrorInvalidValue);
     locked guard(attributes_lock);
-    shared_allowed[kernel] = std::max(shared_default, (size_t)value);
+    if (shared) attributes_set[kernel].shared = std::max(shared_default, (size_t)value);
+    if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) attributes_set[kernel].large_clusters = value != 0;
     return done(cudaSuccess);
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel) {
-    if (!kernel) return done(cudaErrorInvalidDeviceFunction);
     if (!attributes) return done(cudaErrorInvalidValue);
-    locked guard(attributes_lock);
-    const auto raised = shared_allowed.find(kernel);
-    *attributes = {90, 90, max_threads, (int)(raised != shared_allowed.end() ? raised->second : shared_default)};
+    if (!kernel) return done(cudaErrorInvalidDeviceFunction);
+    const kernel_attributes set = attributes_of(kernel);
+    cudaFuncAttributes a{};
+    a.maxThreadsPerBlock = max_threads;
+    a.numRegs = 32; // the most that 65536 registers leave two blocks of 1024 threads
+    a.ptxVersion = a.binaryVersion = 90;
+    a.maxDynamicSharedSizeBytes = (int)set.shared;
+    a.preferredShmemCarveout = -1;
+    a.nonPortableClusterSizeAllowed = set.large_clusters;
+    *attributes = a;
     return done(cudaSuccess);
 }
 
-static cudaError_t check_attribute(const cudaLaunchAttribute &a) {
-    const auto &cluster = a.val.clusterDim;
-    switch (a.id) {
-    case cudaLaunchAttributeIgnore:
-    case cudaLaunchAttributeProgrammaticStreamSerialization: return cudaSuccess;
-    case cudaLaunchAttributeClusterDimension:
-        if (cluster.x == 1 && cluster.y == 1 && cluster.z == 1) return cudaSuccess;
+// The blocks of a cluster in each dimension: one where no attribute says, or one of zeros does.
+static dim3 cluster_size(const cudaLaunchConfig_t &where) {
+    for (unsigned i = 0; i < where.numAttrs; i++) {
+        const auto &d = where.attrs[i].val.clusterDim;
+        const bool any = d.x || d.y || d.z;
+        if (where.attrs[i].id == cudaLaunchAttributeClusterDimension && any) return dim3(d.x, d.y, d.z);
     }
-    return cudaErrorNotSupported;
+    return dim3();
 }
 
+static cudaError_t check_cluster(const void *kernel, dim3 grid, dim3 size) {
+    if (!size.x || !size.y || !size.z) return cudaErrorInvalidClusterSize;
+    if (grid.x % size.x || grid.y % size.y || grid.z % size.z) return cudaErrorInvalidClusterSize;
+    const unsigned most = attributes_of(kernel).large_clusters ? cluster_most : cluster_portable;
+    const bool few = size.x <= most && size.y <= most && size.z <= most && size.x * size.y * size.z <= most;
+    return few ? cudaSuccess : cudaErrorInvalidClusterSize;
+}
+
+// All but the shared memory, of which the kernel's attributes say how much is allowed.
 static cudaError_t check_config(const void *kernel, const cudaLaunchConfig_t &where) {
     const dim3 g = where.gridDim, b = where.blockDim;
     if (!kernel) return cudaErrorInvalidDeviceFunction;
     if (where.numAttrs && !where.attrs) return cudaErrorInvalidValue;
-    for (unsigned i = 0; i < where.numAttrs; i++)
-        if (cudaError_t error = check_attribute(where.attrs[i])) return error;
+    for (unsigned i = 0; i < where.numAttrs; i++) {
+        const cudaLaunchAttributeID id = where.attrs[i].id;
+        if (id != cudaLaunchAttributeIgnore && id != cudaLaunchAttributeClusterDimension &&
+            id != cudaLaunchAttributeProgrammaticStreamSerialization)
+            return cudaErrorNotSupported;
+    }
     if (!g.x || g.x > 0x7fffffff || !g.y || g.y > 65535 || !g.z || g.z > 65535) return cudaErrorInvalidConfiguration;
     if (!b.x || b.x > 1024 || !b.y || b.y > 1024 || !b.z || b.z > 64) return cudaErrorInvalidConfiguration;
     if ((unsigned long long)b.x * b.y * b.z > max_threads) return cudaErrorInvalidConfiguration;
-    const size_t shared = where.dynamicSmemBytes;
-    if (shared <= shared_default) return cudaSuccess;
-    locked guard(attributes_lock);
-    const auto raised = shared_allowed.find(kernel);
-    return raised != shared_allowed.end() && shared <= raised->second ? cudaSuccess : cudaErrorInvalidValue;
+    return where.numAttrs ? check_cluster(kernel, g, cluster_size(where)) : cudaSuccess;
+}
+
+static bool shared_fits(const void *kernel, const cudaLaunchConfig_t &where) {
+    return where.dynamicSmemBytes <= shared_default || where.dynamicSmemBytes <= attributes_of(kernel).shared;
+}
+
+cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, const void *kernel, const cudaLaunchConfig_t *config) {
+    if (!clusters || !config) return done(cudaErrorInvalidValue);
+    if (cudaError_t error = check_config(kernel, *config)) return done(error);
+    const dim3 size = cluster_size(*config);
+    *clusters = shared_fits(kernel, *config) ? std::max(1, the_pool().size / (int)(size.x * size.y * size.z)) : 0;
+    return done(cudaSuccess);
 }
 
 cudaError_t cpu::launch(const void *kernel, const cudaLaunchConfig_t *where, std::function<void()> body) {
     if (self) fail("it launches a kernel, which the CPU device does not support");
     if (!where) return done(cudaErrorInvalidValue);
     cudaError_t error = check_config(kernel, *where);
-    if (!error) error = enqueue(where->stream, [kernel, where = *where, body] { run_grid(kernel, where, body); });
+    if (!error && !shared_fits(kernel, *where)) error = cudaErrorInvalidValue;
+    if (!error)
+        error = enqueue(where->stream, [kernel, where = *where, size = cluster_size(*where), body] {
+            run_grid(kernel, where, size, body); // the attributes may be gone by now
+        });
     return done(error);
 }
 
@@ -1155,6 +1724,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)p.sharedMemPerMultiprocessor; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)p.sharedMemPerBlockOptin; break;
+    case cudaDevAttrClusterLaunch: *value = 1; break;
     case cudaDevAttrComputeCapabilityMajor:
     case cudaDevAttrComputeCapabilityMinor:
     case cudaDevAttrCooperativeLaunch: *value = 0; break;

@@ -3,6 +3,8 @@
 //   cpu_device CASE       runs one; exit status 0: passed, 1: failed (a line says how), 77: skipped (a line says why)
 // The cases at the end are about what only the CPU device promises: errors that name the kernel, and poisoned memory.
 
+#include <cooperative_groups.h>
+#include <cuda/ptx>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -18,6 +20,16 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+namespace cg = cooperative_groups;
+namespace ptx = cuda::ptx;
+
+// Whether what came with compute capability 9.0 can be compiled.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define SM_90 1
+#else
+#define SM_90 0
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Helpers.
@@ -471,7 +483,7 @@ __global__ void atomics_floats(totals *all, int *before, int n, bool vectors) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         float seen = 0;
         if (vectors) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if SM_90
             const float2 a = atomicAdd(&all[i].f2, make_float2(1, -2));
             const float4 b = atomicAdd(&all[i].f4, make_float4(1, -2, 0.5f, 3));
             seen = a.x + a.y + b.x + b.y + b.z + b.w;
@@ -921,7 +933,7 @@ void case_launch_errors() {
 
 // A row of y from the one before, which another block wrote in the launch before: the rows become 1, 2, 3...
 __global__ void step_on(float *y, const size_t step, float one) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#if SM_90
     cudaTriggerProgrammaticLaunchCompletion();
     cudaGridDependencySynchronize(); // what was launched before is done, and its writes are seen
 #endif
@@ -996,6 +1008,418 @@ void case_launch_ex() {
     }
     expect_equal(y.get(), std::vector<float>(64, 0.0f), "what was refused does not run");
     check(cudaStreamDestroy(s));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Barriers in shared memory, bulk copies and clusters: what came with compute capability 9.0.
+
+template <class... P, class... A>
+cudaError_t launch_clusters(void (*kernel)(P...), dim3 grid, dim3 cluster, int threads, int shared, A... arguments) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    auto &dim = attribute.val.clusterDim;
+    dim.x = cluster.x, dim.y = cluster.y, dim.z = cluster.z;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+#define SKIP_BEFORE_90()                                                                                               \
+    if (!has_sm_90()) skip("needs compute capability 9.0")
+
+__global__ void shared_forms(int *out, int n) {
+    extern __shared__ __align__(128) char raw_bytes[];
+    extern __shared__ uint4 raw_words[];
+    const int i = threadIdx.x;
+    if (i < n) ((int *)raw_bytes)[i] = i + 1;
+    __syncthreads();
+    if (i < n / 4) {
+        const uint4 four = raw_words[i];
+        out[i] = (int)(four.x + four.y + four.z + four.w) + ((uintptr_t)raw_bytes % 128 ? 1000000 : 0);
+    }
+}
+
+void case_shared_forms() {
+    const int n = 64;
+    array<int> out(n / 4, 0);
+    shared_forms<<<1, n, n * 4>>>(out.p, n);
+    std::vector<int> want;
+    for (int i = 0; i < n / 4; i++) want.push_back(16 * i + 10);
+    expect_equal(out.get(), want, "sums of four");
+}
+
+// Threads take turns, a phase each, and then wait in every other way.
+__global__ void take_turns(int *out, int rounds) {
+#if SM_90
+    __shared__ uint64_t turn;
+    __shared__ uint64_t all;
+    __shared__ unsigned sum;
+    const int i = threadIdx.x, n = blockDim.x;
+    if (i == 0) {
+        ptx::mbarrier_init(&turn, n);
+        ptx::mbarrier_init(&all, 2 * n + 3);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+        sum = 0;
+        out[0] = ptx::mbarrier_test_wait_parity(&turn, 0) + 2 * ptx::mbarrier_test_wait_parity(&turn, 1) +
+                 4 * ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cta, &turn, 1);
+    }
+    __syncthreads();
+    for (int phase = 0; phase < rounds * n; phase++) {
+        if (phase % n == i) sum = sum * 3 + phase;
+        ptx::mbarrier_arrive(&turn);
+        while (!ptx::mbarrier_try_wait_parity(&turn, phase & 1, 1000)) {}
+    }
+    for (int k = 0; k < rounds; k++) { // all arrive, in several ways, and wait with the states they got
+        uint64_t state = ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &all);
+        if (i == 0) {
+            state = ptx::mbarrier_arrive(&all, 2u);
+            ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cluster, ptx::space_cluster, &all);
+        }
+        state = ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cluster, ptx::space_shared, &all, 1u);
+        if (k % 2) while (!ptx::mbarrier_try_wait(&all, state)) {}
+        else while (!ptx::mbarrier_test_wait(ptx::sem_acquire, ptx::scope_cta, &all, state)) {}
+        if (i == k % n) out[2 + k] = (int)(sum + k);
+        __syncthreads();
+    }
+    if (i == 0) out[1] = (int)sum;
+#endif
+}
+
+void case_mbarrier() {
+    SKIP_BEFORE_90();
+    for (int threads : {1, 2, 31, 64, 100}) {
+        const int rounds = 5;
+        array<int> out(2 + rounds, 0);
+        take_turns<<<1, threads>>>(out.p, rounds);
+        unsigned sum = 0;
+        for (int i = 0; i < rounds * threads; i++) sum = sum * 3 + i;
+        std::vector<int> want = {6, (int)sum};
+        for (int k = 0; k < rounds; k++) want.push_back((int)(sum + k));
+        expect_equal(out.get(), want, "sum by turns");
+    }
+}
+
+// A warp fetches tiles of 128 ints a warp into a ring of `stages` in shared memory; the others add one to each and send
+// them back, from two buffers each.
+template <int stages> __global__ void bulk_ring(const int *in, int *out, int tiles) {
+#if SM_90
+    extern __shared__ __align__(128) char ring_memory[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, consumers = blockDim.x / 32 - 1, tile = consumers * 128;
+    int *const stage_of = (int *)ring_memory, *const results = stage_of + stages * tile;
+    uint64_t *const full = (uint64_t *)(results + 2 * tile), *const empty = full + stages;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < stages; s++) {
+            ptx::mbarrier_init(&full[s], 1);
+            ptx::mbarrier_init(&empty[s], consumers);
+        }
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+        ptx::fence_proxy_async(ptx::space_shared);
+    }
+    __syncthreads();
+    if (warp == consumers) {
+        for (int k = 0, t = blockIdx.x; lane == 0 && t < tiles; k++, t += gridDim.x) {
+            const int s = k % stages, half = tile / 2;
+            if (k >= stages)
+                while (!ptx::mbarrier_try_wait_parity(&empty[s], (k / stages - 1) & 1)) {}
+            const int *from = in + (size_t)t * tile;
+            int *to = stage_of + s * tile;
+            ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full[s], tile * 4);
+            ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, half * 4, &full[s]);
+            ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, to + half, from + half, half * 4, &full[s]);
+        }
+    } else {
+        for (int k = 0, t = blockIdx.x; t < tiles; k++, t += gridDim.x) {
+            const int s = k % stages;
+            int *const mine = results + (warp * 2 + k % 2) * 128;
+            if (lane == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{}); // the copy before the last has left
+            __syncwarp();
+            while (!ptx::mbarrier_try_wait_parity(&full[s], (k / stages) & 1)) {}
+            for (int i = lane; i < 128; i += 32) mine[i] = stage_of[s * tile + warp * 128 + i] + 1;
+            ptx::fence_proxy_async(ptx::space_shared);
+            __syncwarp();
+            if (lane == 0) {
+                ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &empty[s]);
+                int *to = out + (size_t)t * tile + warp * 128;
+                ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, to, mine, 512);
+                ptx::cp_async_bulk_commit_group();
+            }
+        }
+        if (lane == 0) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+    }
+#endif
+}
+
+template <int stages> void test_bulk_ring() {
+    for (int consumers : {1, 3, 8}) {
+        const int tiles = 211, n = tiles * consumers * 128;
+        std::vector<int> in(n), want(n);
+        for (int i = 0; i < n; i++) in[i] = i * 7, want[i] = i * 7 + 1;
+        array<int> a(in), b(n, 0);
+        const int shared = (stages + 2) * consumers * 512 + stages * 16;
+        bulk_ring<stages><<<3, 32 * (consumers + 1), shared>>>(a.p, b.p, tiles);
+        expect_equal(b.get(), want, "through the ring");
+    }
+}
+
+void case_bulk_ring() {
+    SKIP_BEFORE_90();
+    test_bulk_ring<1>();
+    test_bulk_ring<2>();
+    test_bulk_ring<5>();
+}
+
+// Sums over the cluster, by reading every block's part.
+__global__ void cluster_sums(const int *in, int *out) {
+#if SM_90
+    extern __shared__ int parts[];
+    auto cluster = cg::this_cluster();
+    auto block = cg::this_thread_block();
+    const int i = (int)block.thread_rank(), n = (int)block.size();
+    for (int round = 0; round < 5; round++) {
+        parts[i] = in[blockIdx.x * n + i] * (round + 1);
+        cluster.sync();
+        int sum = 0;
+        for (unsigned rank = 0; rank < cluster.num_blocks(); rank++) {
+            const int *other = cluster.map_shared_rank(parts, (int)rank);
+            if (cluster.query_shared_rank(other) != rank) sum += 1000000;
+            for (int k = 0; k < n; k++) sum += other[k];
+        }
+        out[blockIdx.x * n + i] += sum;
+        cluster.barrier_arrive(); // nobody reads any more...
+        block.sync();
+        cluster.barrier_wait(); // ...once all have said so
+    }
+#endif
+}
+
+void case_cluster_sums() {
+    SKIP_BEFORE_90();
+    check(cudaFuncSetAttribute(cluster_sums, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    for (int size : {1, 2, 3, 4, 8, 16}) {
+        for (int clusters : {1, 2, 7}) {
+            const int threads = 65, n = clusters * size * threads;
+            std::vector<int> in(n), want(n), sums(clusters);
+            for (int i = 0; i < n; i++) in[i] = i % 19, sums[i / (size * threads)] += 15 * in[i];
+            for (int i = 0; i < n; i++) want[i] = sums[i / (size * threads)];
+            array<int> a(in), b(n, 0);
+            check(launch_clusters(cluster_sums, clusters * size, size, threads, threads * 4, a.p, b.p));
+            expect_equal(b.get(), want, "sum over the cluster");
+        }
+    }
+}
+
+// Every block writes into every other's memory, and arrives at the barrier there: plainly, by counts, and by stores and
+// bulk copies that count their bytes. The barriers are two, since a block may be a phase ahead of another.
+__global__ void cluster_arrivals(int *out, int rounds) {
+#if SM_90
+    extern __shared__ __align__(16) int mail[];
+    auto cluster = cg::this_cluster();
+    const int blocks = (int)cluster.num_blocks(), me = (int)cluster.block_rank(), lane = threadIdx.x;
+    uint64_t *const here = (uint64_t *)(mail + 2 * 16 * 8); // after two times 16 blocks' letters of 8 ints
+    int *const letter = (int *)(here + 2);
+    if (lane == 0) {
+        ptx::mbarrier_init(&here[0], 4 * blocks);
+        ptx::mbarrier_init(&here[1], 4 * blocks);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    cluster.sync();
+    int sum = 0;
+    for (int k = 0; k < rounds; k++) {
+        if (lane < 4) letter[lane] = 4 * k + lane;
+        ptx::fence_proxy_async(ptx::space_shared);
+        __syncwarp();
+        if (lane < blocks) {
+            int *const to = cluster.map_shared_rank(mail, lane) + (k % 2 * 16 + me) * 8;
+            uint64_t *const there = cluster.map_shared_rank(&here[k % 2], lane);
+            to[0] = 100 * k + me;
+            ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cluster, ptx::space_cluster, there);
+            ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cluster, ptx::space_cluster, there, 2u);
+            ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cluster, ptx::space_cluster, there, 12 + 16);
+            ptx::st_async(to + 1, 7 * k + me, there);
+            const int two[2] = {k, me};
+            ptx::st_async(to + 2, two, there);
+            ptx::cp_async_bulk(ptx::space_cluster, ptx::space_shared, to + 4, letter, 16, there);
+        }
+        while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, &here[k % 2], k / 2 & 1)) {}
+        if (lane < blocks)
+            for (int i = 0; i < 8; i++) sum += mail[(k % 2 * 16 + lane) * 8 + i];
+        // The letter may be written anew, since the copies of it are complete once all have got theirs.
+        cluster.sync();
+    }
+    out[blockIdx.x * 32 + lane] = sum;
+#endif
+}
+
+void case_cluster_arrivals() {
+    SKIP_BEFORE_90();
+    for (int size : {1, 2, 3, 4, 8}) {
+        const int rounds = 20, blocks = 3 * size;
+        array<int> out(blocks * 32, 0);
+        check(launch_clusters(cluster_arrivals, blocks, size, 32, 2 * 16 * 32 + 16 + 16, out.p, rounds));
+        std::vector<int> want(blocks * 32);
+        for (int i = 0; i < blocks * 32; i++)
+            for (int k = 0, from = i % 32; k < rounds && from < size; k++)
+                want[i] += 100 * k + from + 7 * k + from + k + from + 16 * k + 6;
+        expect_equal(out.get(), want, "letters");
+    }
+}
+
+// Which blocks are a cluster, and that a cluster's shared memory is no other's.
+__global__ void cluster_grid(unsigned *out) {
+#if SM_90
+    extern __shared__ unsigned whose[];
+    auto cluster = cg::this_cluster();
+    const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    if (threadIdx.x == 0) whose[0] = block;
+    cluster.sync();
+    if (threadIdx.x < cluster.num_blocks())
+        out[block * 18 + threadIdx.x] = *cluster.map_shared_rank(&whose[0], (int)threadIdx.x);
+    if (threadIdx.x == 0) out[block * 18 + 16] = cluster.block_rank(), out[block * 18 + 17] = cluster.num_blocks();
+    cluster.sync();
+#endif
+}
+
+void case_cluster_grid() {
+    SKIP_BEFORE_90();
+    const dim3 shapes[][2] = {{dim3(4, 4, 4), dim3(2, 2, 2)}, {dim3(6, 2, 2), dim3(3, 1, 1)},
+                              {dim3(2, 4, 2), dim3(1, 2, 1)}, {dim3(2, 2, 8), dim3(1, 1, 4)},
+                              {dim3(2, 6, 4), dim3(1, 3, 2)}, {dim3(5, 3, 2), dim3(1, 1, 1)}};
+    for (const auto &shape : shapes) {
+        const dim3 g = shape[0], c = shape[1];
+        const unsigned blocks = g.x * g.y * g.z, size = c.x * c.y * c.z;
+        array<unsigned> out(blocks * 18, 0);
+        check(launch_clusters(cluster_grid, g, c, 32, 4, out.p));
+        std::vector<unsigned> want(blocks * 18);
+        for (unsigned b = 0; b < blocks; b++) {
+            const unsigned x = b % g.x, y = b / g.x % g.y, z = b / g.x / g.y;
+            want[b * 18 + 16] = (z % c.z * c.y + y % c.y) * c.x + x % c.x;
+            want[b * 18 + 17] = size;
+            for (unsigned r = 0; r < size; r++) {
+                const unsigned rx = r % c.x, ry = r / c.x % c.y, rz = r / c.x / c.y;
+                want[b * 18 + r] = ((z / c.z * c.z + rz) * g.y + y / c.y * c.y + ry) * g.x + x / c.x * c.x + rx;
+            }
+        }
+        expect_equal(out.get(), want, "blocks of a cluster");
+    }
+}
+
+__global__ void nothing(int *out) {
+    if (out) *out = 1;
+}
+
+void case_cluster_launch() {
+    SKIP_BEFORE_90();
+    int value;
+    check(cudaDeviceGetAttribute(&value, cudaDevAttrClusterLaunch, 0));
+    expect(value == 1, "cudaDevAttrClusterLaunch is %d", value);
+    for (auto what : {cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin}) {
+        check(cudaDeviceGetAttribute(&value, what, 0));
+        expect(value > 0, "attribute %d is %d", (int)what, value);
+    }
+    const int most = value;
+    cudaFuncAttributes about;
+    check(cudaFuncGetAttributes(&about, nothing));
+    expect(about.binaryVersion >= 90 && about.ptxVersion >= 90 && about.numRegs > 0 && about.maxThreadsPerBlock == 1024,
+           "kernel: binary %d, ptx %d, %d registers, %d threads", about.binaryVersion, about.ptxVersion, about.numRegs,
+           about.maxThreadsPerBlock);
+    expect(about.maxDynamicSharedSizeBytes == 48 << 10, "%d bytes dynamic", about.maxDynamicSharedSizeBytes);
+    check(cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    check(cudaFuncGetAttributes(&about, nothing));
+    expect(about.maxDynamicSharedSizeBytes == most, "%d of %d bytes dynamic", about.maxDynamicSharedSizeBytes, most);
+
+    const struct {
+        dim3 grid, cluster;
+        bool fits, fits_large;
+    } launches[] = {{4, 2, true, true},
+                    {3, 2, false, false},
+                    {6, 3, true, true},
+                    {16, 8, true, true},
+                    {9, 9, false, true},
+                    {16, 16, false, true},
+                    {34, 17, false, false},
+                    {4, dim3(2, 0, 0), false, false},
+                    {4, dim3(0, 0, 0), true, true},
+                    {dim3(4, 2), dim3(2, 2), true, true},
+                    {dim3(4, 3), dim3(2, 2), false, false},
+                    {dim3(1, 8, 2), dim3(1, 8, 2), false, true}};
+    for (bool large : {false, true}) {
+        if (large) check(cudaFuncSetAttribute(nothing, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+        for (const auto &l : launches) {
+            const bool fits = large ? l.fits_large : l.fits;
+            array<int> out(1, 0);
+            const cudaError_t error = launch_clusters(nothing, l.grid, l.cluster, 64, 0, out.p);
+            expect(error == (fits ? cudaSuccess : cudaErrorInvalidClusterSize), "grid %u, %u, cluster %u, %u, %u: %s",
+                   l.grid.x, l.grid.y, l.cluster.x, l.cluster.y, l.cluster.z, cudaGetErrorName(error));
+            if (!fits) expect_launch_error({cudaErrorInvalidClusterSize}, "cluster");
+            expect_equal(out.get(), {(int)fits}, "whether it ran");
+        }
+    }
+
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = 2, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = 4;
+    config.blockDim = 64;
+    config.dynamicSmemBytes = 1000;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    check(cudaOccupancyMaxActiveClusters(&clusters, nothing, &config));
+    expect(clusters >= 1, "%d clusters at a time", clusters);
+    config.gridDim = 3;
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, nothing, &config);
+    expect(error == cudaErrorInvalidClusterSize, "occupancy of what does not divide: %s", cudaGetErrorName(error));
+    cudaGetLastError();
+}
+
+__global__ void cluster_of_one(int *out) { // without the attribute
+#if SM_90
+    extern __shared__ int alone[];
+    __shared__ int told;
+    if (threadIdx.x == 0) told = 0;
+    auto cluster = cg::this_cluster();
+    alone[threadIdx.x] = (int)(cluster.num_blocks() * 10 + cluster.block_rank());
+    cluster.sync();
+    const int other = (int)(blockDim.x - 1 - threadIdx.x);
+    out[blockIdx.x * blockDim.x + threadIdx.x] = cluster.map_shared_rank(alone, 0)[other] + other;
+    cluster.barrier_arrive();
+    if (threadIdx.x == 0)
+        while (atomicAdd(&told, 0) == 0) __nanosleep(20); // by one that waits at the barrier meanwhile
+    cluster.barrier_wait();
+    if (threadIdx.x == 40) atomicExch(&told, 1);
+#endif
+}
+
+void case_cluster_alone() {
+    SKIP_BEFORE_90();
+    array<int> out(500, 0);
+    cluster_of_one<<<5, 100, 400>>>(out.p);
+    std::vector<int> want;
+    for (int i = 0; i < 500; i++) want.push_back(10 + 99 - i % 100);
+    expect_equal(out.get(), want, "clusters of one");
+}
+
+void case_host_threads_clusters() {
+    SKIP_BEFORE_90();
+    std::vector<std::thread> hosts;
+    array<int> in(std::vector<int>(4 * 256, 1)), out(4 * 256, 0);
+    for (int h = 0; h < 4; h++)
+        hosts.emplace_back([&, h] {
+            for (int i = 0; i < 10; i++) {
+                add_one_each<1><<<4, 64>>>(out.p + 256 * h, 256, 0.0f); // which makes it 1
+                check(launch_clusters(cluster_sums, 4, 1 << h % 3, 64, 256, in.p + 256 * h, out.p + 256 * h));
+            }
+            finish();
+        });
+    for (auto &h : hosts) h.join();
+    std::vector<int> want(4 * 256);
+    for (int i = 0; i < 4 * 256; i++) want[i] = 1 + 15 * 64 * (1 << i / 256 % 3);
+    expect_equal(out.get(), want, "four host threads");
 }
 
 void case_error_words() {
@@ -1075,10 +1499,11 @@ __global__ void trap(int *out) {
 }
 
 // The launch must end in an error that names the kernel and says this, must stay, and go with the device's reset.
-template <class K> void expect_kernel_error(K kernel, const char *name, int threads, const char *words) {
+template <class K>
+void expect_kernel_error(K kernel, const char *name, int threads, const char *words, int cluster = 1, int shared = 0) {
     array<int> out(64, 0);
     for (int round = 0; round < 3; round++) { // the device is as good as new after each
-        kernel<<<4, threads>>>(out.p);
+        launch_clusters(kernel, 4, cluster, threads, shared, out.p);
         const cudaError_t error = cudaDeviceSynchronize();
         const std::string text = cudaGetErrorString(error), head = std::string("kernel ") + name + "(int*), block (";
         expect(error == cudaErrorLaunchFailure, "%s gives %s", name, cudaGetErrorName(error));
@@ -1125,15 +1550,284 @@ void case_error_partial_masks() {
 
 void case_error_trap() { KERNEL_ERROR(trap, 32, "block (2,0,0): __trap in thread (3,0,0)"); }
 
+__global__ void read_early(int *out) { // copies are done when a thread waits for them, not before
+    __shared__ alignas(16) int tile[32];
+    __shared__ uint64_t full;
+    const int i = threadIdx.x;
+    if (i == 0) {
+        ptx::mbarrier_init(&full, 1);
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, 128);
+        ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, tile, out, 128, &full);
+    }
+    __syncthreads();
+    const int early = tile[i];
+    __syncthreads();
+    while (!ptx::mbarrier_try_wait_parity(&full, 0)) {}
+    const int late = tile[i];
+    __syncthreads();
+    tile[i] = early + 1 + late * 2;
+    __syncthreads();
+    if (i == 0) {
+        ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, out, tile, 128);
+        ptx::cp_async_bulk_commit_group();
+        out[0] = -1; // the copy will overwrite it
+    }
+    __syncthreads();
+    if (i == 31) out[32] = out[31];
+    __syncthreads();
+    if (i == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+}
+
+void case_bulk_deferred() {
+    std::vector<int> in(33), want(33);
+    for (int i = 0; i < 32; i++) in[i] = i, want[i] = 2 * i;
+    want[32] = 31;
+    array<int> a(in);
+    read_early<<<1, 32>>>(a.p);
+    expect_equal(a.get(), want, "copies done when they are waited for");
+}
+
+__global__ void mbarrier_not_there(int *out) {
+    extern __shared__ uint64_t barriers_raw[];
+    if (threadIdx.x == 3) *out = ptx::mbarrier_try_wait_parity(&barriers_raw[2], 0);
+}
+__global__ void mbarrier_arrival_unready(int *) {
+    __shared__ uint64_t barrier;
+    ptx::mbarrier_arrive(&barrier);
+}
+__global__ void mbarrier_crowded(int *) {
+    extern __shared__ uint64_t barriers_raw[];
+    if (threadIdx.x == 0) ptx::mbarrier_init(&barriers_raw[1], 40);
+    __syncthreads();
+    if (threadIdx.x < 39) ptx::mbarrier_arrive(&barriers_raw[1]);
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::mbarrier_arrive(&barriers_raw[1], 2u);
+}
+__global__ void mbarrier_too_many_bytes(int *) {
+    __shared__ uint64_t barrier;
+    ptx::mbarrier_init(&barrier, 1);
+    ptx::mbarrier_expect_tx(ptx::sem_relaxed, ptx::scope_cta, ptx::space_shared, &barrier, (1 << 20) - 16);
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &barrier, 16);
+}
+__global__ void mbarrier_count_0(int *) {
+    __shared__ uint64_t barrier;
+    ptx::mbarrier_init(&barrier, 0);
+}
+__global__ void mbarrier_parity_2(int *) {
+    __shared__ uint64_t barrier;
+    ptx::mbarrier_init(&barrier, 1);
+    ptx::mbarrier_try_wait_parity(&barrier, 2);
+}
+
+#define CLUSTER_ERROR(kernel, threads, cluster, shared, words)                                                         \
+    expect_kernel_error(kernel, #kernel, threads, words, cluster, shared)
+
+void case_error_mbarrier() {
+    CLUSTER_ERROR(mbarrier_not_there, 32, 1, 32,
+                  "mbarrier_try_wait_parity: the mbarrier at byte 16 of the dynamic shared memory has not been init");
+    KERNEL_ERROR(mbarrier_arrival_unready, 32, " has not been initialised");
+    CLUSTER_ERROR(mbarrier_crowded, 64, 1, 32,
+                  "mbarrier_arrive: the mbarrier at byte 8 of the dynamic shared memory (parity now 0; to come: "
+                  "1 of 40 arrivals, 0 bytes) gets more arrivals than its phase expects");
+    KERNEL_ERROR(mbarrier_too_many_bytes, 1, "to come: 1 of 1 arrivals, 1048560 bytes) gets beyond 2^20-1 bytes");
+    KERNEL_ERROR(mbarrier_count_0, 1, "mbarrier_init: a count of 0");
+    KERNEL_ERROR(mbarrier_parity_2, 1, "mbarrier_try_wait_parity: a parity of 2");
+}
+
+__global__ void wait_for_nobody(int *) {
+    extern __shared__ uint64_t barriers_raw[];
+    if (threadIdx.x == 0) ptx::mbarrier_init(&barriers_raw[0], blockDim.x);
+    __syncthreads();
+    if (threadIdx.x == 0) return;
+    ptx::mbarrier_arrive(&barriers_raw[0]);
+    while (!ptx::mbarrier_try_wait_parity(&barriers_raw[0], 0)) {}
+}
+__global__ void wait_for_bytes(int *out) { // fewer come than were announced, and waiting threads sleep in between
+    __shared__ alignas(16) int tile[8];
+    __shared__ uint64_t full;
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(&full, 1);
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, 32);
+        ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, tile, out, 16, &full);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) while (!ptx::mbarrier_test_wait_parity(&full, 0)) __nanosleep(20);
+    __syncthreads();
+}
+__global__ void wait_for_each_other(int *) { // the blocks of a pair
+    extern __shared__ uint64_t barriers_raw[];
+    auto cluster = cg::this_cluster();
+    if (threadIdx.x == 0) ptx::mbarrier_init(&barriers_raw[0], 1);
+    cluster.sync();
+    while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, &barriers_raw[0], 0)) {}
+    if (threadIdx.x == 0)
+        ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cluster, ptx::space_cluster,
+                             cluster.map_shared_rank(&barriers_raw[0], (int)cluster.block_rank() ^ 1));
+    cluster.sync();
+}
+
+void case_error_waits() {
+    CLUSTER_ERROR(wait_for_nobody, 64, 1, 8,
+                  "waits in mbarrier_try_wait_parity for parity 0 of the mbarrier at byte 0 of the dynamic shared "
+                  "memory (parity now 0; to come: 1 of 64 arrivals, 0 bytes), and nothing happens any more");
+    KERNEL_ERROR(wait_for_bytes, 64,
+                 "to come: 0 of 1 arrivals, 16 bytes); __syncthreads reached by 32 of 64 threads (0 returned), and ");
+    CLUSTER_ERROR(wait_for_each_other, 40, 2, 8, "arrivals, 0 bytes), and nothing happens any more");
+}
+
+__global__ void wait_for_slow(int *out) { // longer than it takes to call a cluster stuck
+    extern __shared__ uint64_t barriers_raw[];
+    auto cluster = cg::this_cluster();
+    if (threadIdx.x == 0) ptx::mbarrier_init(&barriers_raw[0], 1);
+    cluster.sync();
+    if (cluster.block_rank() == 1 && threadIdx.x == 3) {
+        for (const long long start = clock64(); clock64() - start < 1200000000;) {}
+        ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cluster, ptx::space_cluster,
+                             cluster.map_shared_rank(&barriers_raw[0], 0));
+    }
+    if (cluster.block_rank() == 0 && threadIdx.x < 16)
+        while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, &barriers_raw[0], 0)) {}
+    cluster.sync();
+    out[blockIdx.x] = 1;
+}
+
+void case_slow_peer() {
+    array<int> out(4, 0);
+    check(launch_clusters(wait_for_slow, 4, 4, 32, 8, out.p));
+    expect_equal(out.get(), std::vector<int>(4, 1), "a slow peer");
+}
+
+template <int to, int from, int bytes> __global__ void bulk_crooked(int *out) {
+    __shared__ alignas(16) int tile[32];
+    __shared__ uint64_t full;
+    ptx::mbarrier_init(&full, 1);
+    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, tile + to, out + from, bytes, &full);
+}
+__global__ void bulk_store_crooked(int *out) {
+    __shared__ alignas(16) int tile[32];
+    ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, out + 1, tile, 16);
+}
+__global__ void bulk_beyond(int *out) {
+    extern __shared__ __align__(16) char bulk_bytes[];
+    __shared__ uint64_t full;
+    ptx::mbarrier_init(&full, 1);
+    ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, bulk_bytes + 64, out, 64, &full);
+}
+__global__ void bulk_unready(int *out) {
+    __shared__ alignas(16) int tile[32];
+    __shared__ uint64_t full;
+    ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, tile, out, 64, &full);
+}
+__global__ void bulk_not_waited(int *out) {
+    __shared__ alignas(16) int tile[32];
+    __shared__ uint64_t full;
+    ptx::mbarrier_init(&full, 1);
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, 64);
+    ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, tile, out, 64, &full);
+}
+__global__ void bulk_store_not_waited(int *out) {
+    __shared__ alignas(16) int tile[32];
+    for (int k = 0; k < 3; k++) {
+        ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, out + 4 * k, tile, 16 * k + 16);
+        ptx::cp_async_bulk_commit_group();
+    }
+    ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
+}
+
+void case_error_bulk() {
+    expect_kernel_error(bulk_crooked<1, 0, 16>, "bulk_crooked<1, 0, 16>", 1, "all must be multiples of 16");
+    expect_kernel_error(bulk_crooked<0, 2, 16>, "bulk_crooked<0, 2, 16>", 1, "all must be multiples of 16");
+    expect_kernel_error(bulk_crooked<0, 0, 24>, "bulk_crooked<0, 0, 24>", 1, "cp_async_bulk of 24 bytes from ");
+    KERNEL_ERROR(bulk_store_crooked, 1, "all must be multiples of 16");
+    CLUSTER_ERROR(bulk_beyond, 1, 1, 112, ": beyond the dynamic shared memory");
+    KERNEL_ERROR(bulk_unready, 1, " has not been initialised");
+    KERNEL_ERROR(bulk_not_waited, 1, "it returned, and nobody had waited for the bulk copy of 64 bytes to ");
+    KERNEL_ERROR(bulk_store_not_waited, 1, "thread 0 returned, and had not waited for its bulk copy of 48 bytes to ");
+}
+
+__global__ void block_leaves(int *) {
+    if (cg::this_cluster().block_rank() == 1) return;
+    cg::this_cluster().sync();
+}
+__global__ void thread_leaves(int *) {
+    if (cg::this_cluster().block_rank() == 1 && threadIdx.x == 7) return;
+    cg::this_cluster().sync();
+}
+__global__ void thread_elsewhere(int *) {
+    if (threadIdx.x == 7) __syncthreads();
+    cg::this_cluster().sync();
+}
+__global__ void block_elsewhere(int *) {
+    __shared__ uint64_t barrier;
+    if (threadIdx.x == 0) ptx::mbarrier_init(&barrier, 1);
+    __syncthreads();
+    if (cg::this_cluster().block_rank() == 1) while (!ptx::mbarrier_try_wait_parity(&barrier, 0)) {}
+    cg::this_cluster().sync();
+}
+__global__ void arrive_twice(int *) {
+    cg::this_cluster().barrier_arrive();
+    cg::this_cluster().barrier_arrive();
+}
+__global__ void wait_only(int *) { cg::this_cluster().barrier_wait(); }
+
+void case_error_cluster() {
+    CLUSTER_ERROR(block_leaves, 32, 2, 0, "cluster.sync() reached by 1 of 2 blocks; block 1 of the cluster returned, ");
+    CLUSTER_ERROR(block_leaves, 32, 4, 16, "cluster.sync() reached by 3 of 4 blocks; block 1 of the cluster returned,");
+    CLUSTER_ERROR(thread_leaves, 32, 4, 0, "cluster.sync() reached by 31 of 32 threads of the block (1 returned)");
+    CLUSTER_ERROR(thread_elsewhere, 32, 2, 0,
+                  "__syncthreads reached by 1 of 32 threads (0 returned); "
+                  "cluster.sync() reached by 31 of 32 threads of the block (0 returned)");
+    CLUSTER_ERROR(block_elsewhere, 32, 2, 0, ", and nothing happens any more"); // whichever block says it
+    CLUSTER_ERROR(arrive_twice, 32, 2, 0, "thread 0 arrives at the cluster barrier again without having waited there");
+    CLUSTER_ERROR(wait_only, 32, 2, 0, "thread 0 waits at the cluster barrier and has not arrived");
+}
+
+__global__ void map_static(int *) {
+    __shared__ int here;
+    cg::this_cluster().map_shared_rank(&here, 0);
+}
+__global__ void map_global(int *out) { cg::this_cluster().map_shared_rank(out, 1); }
+__global__ void map_too_far(int *) {
+    extern __shared__ int mapped_raw[];
+    cg::this_cluster().map_shared_rank(mapped_raw, 2);
+}
+__global__ void map_returned(int *out) {
+    extern __shared__ int mapped_raw[];
+    auto cluster = cg::this_cluster();
+    if (cluster.block_rank() == 1) return;
+    while (true) {
+        out[blockIdx.x] = *cluster.map_shared_rank(&mapped_raw[3], 0);
+        cluster.map_shared_rank(&mapped_raw[3], 1); // sooner or later it has returned
+        __nanosleep(100);
+    }
+}
+__global__ void wait_at_another(int *) {
+    extern __shared__ uint64_t barriers_raw[];
+    auto cluster = cg::this_cluster();
+    if (threadIdx.x == 0) ptx::mbarrier_init(&barriers_raw[0], 1);
+    cluster.sync();
+    ptx::mbarrier_try_wait_parity(cluster.map_shared_rank(&barriers_raw[0], 1), 1);
+    cluster.sync();
+}
+
+void case_error_cluster_memory() {
+    CLUSTER_ERROR(map_static, 1, 2, 16, "is not in the block's dynamic shared memory, and no other is mapped");
+    CLUSTER_ERROR(map_global, 1, 2, 16, "is not in the block's dynamic shared memory, and no other is mapped");
+    CLUSTER_ERROR(map_too_far, 1, 2, 16, "map_shared_rank: rank 2 of a cluster of 2");
+    CLUSTER_ERROR(map_returned, 1, 2, 16, "map_shared_rank: block 1 of the cluster has returned");
+    CLUSTER_ERROR(wait_at_another, 32, 2, 16,
+                  "mbarrier_try_wait_parity: the mbarrier at byte 0 of the dynamic shared memory of block 1 of the "
+                  "cluster is not the block's own");
+}
+
 void case_launch_refused() {
     array<float> y(64, 0);
-    cudaLaunchAttribute pair = {};
-    pair.id = cudaLaunchAttributeClusterDimension;
-    pair.val.clusterDim.x = 2, pair.val.clusterDim.y = pair.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {2, 64, 0, nullptr, &pair, 1};
+    cudaLaunchAttribute cooperative = {};
+    cooperative.id = (cudaLaunchAttributeID)2;
+    cudaLaunchConfig_t config = {2, 64, 0, nullptr, &cooperative, 1};
     const cudaError_t error = cudaLaunchKernelEx(&config, step_on, y.p, 0, 1.0f);
-    expect(error == cudaErrorNotSupported, "clusters of two: %s", cudaGetErrorName(error));
-    expect_launch_error({error}, "clusters of two");
+    expect(error == cudaErrorNotSupported, "a cooperative launch: %s", cudaGetErrorName(error));
+    expect_launch_error({error}, "a cooperative launch");
     expect(cudaLaunchKernelEx(nullptr, step_on, y.p, 0, 1.0f) == cudaErrorInvalidValue, "no configuration");
     expect_launch_error({cudaErrorInvalidValue}, "no configuration");
     config.attrs = nullptr;
@@ -1175,11 +1869,28 @@ void case_overrun_shared() {
     finish();
 }
 
+__global__ void write_past_bulk(const int *p, int n) { // asks for it before it waits
+    __shared__ alignas(16) int block_memory[64];
+    __shared__ uint64_t full;
+    ptx::mbarrier_init(&full, 1);
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, n * 4);
+    ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, block_memory, p, n * 4, &full);
+    while (!ptx::mbarrier_try_wait_parity(&full, 0)) {}
+}
+void case_overrun_bulk() {
+    array<int> a(60);
+    write_past_bulk<<<1, 1>>>(a.p, 64);
+    finish();
+}
+
 #else
 void only_cpu() { skip("about the CPU device only"); }
 constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_error_partial_masks = only_cpu,
                case_error_trap = only_cpu, case_launch_refused = only_cpu, case_poison = only_cpu,
-               case_overrun_global = only_cpu, case_overrun_shared = only_cpu;
+               case_overrun_global = only_cpu, case_overrun_shared = only_cpu, case_overrun_bulk = only_cpu,
+               case_bulk_deferred = only_cpu, case_error_mbarrier = only_cpu, case_error_waits = only_cpu,
+               case_error_bulk = only_cpu, case_error_cluster = only_cpu, case_error_cluster_memory = only_cpu,
+               case_slow_peer = only_cpu;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1194,8 +1905,12 @@ const struct {
     CASE(sub_warps), CASE(half_warps), CASE(sum_by_key), CASE(atomics), CASE(atomics16), CASE(atomics_vector),
     CASE(last_block), CASE(widen16), CASE(round16), CASE(arithmetic16), CASE(cache_hints), CASE(aligned_struct),
     CASE(vector_types), CASE(intrinsics), CASE(streams), CASE(graphs), CASE(launch_errors), CASE(launch_ex),
-    CASE(error_words), CASE(error_barrier), CASE(error_warp), CASE(error_partial_masks), CASE(error_trap),
-    CASE(launch_refused), CASE(poison), CASE(overrun_global), CASE(overrun_shared),
+    CASE(shared_forms), CASE(mbarrier), CASE(bulk_ring), CASE(cluster_sums), CASE(cluster_arrivals), CASE(cluster_grid),
+    CASE(cluster_launch), CASE(cluster_alone), CASE(host_threads_clusters), CASE(error_words), CASE(error_barrier),
+    CASE(error_warp), CASE(error_partial_masks), CASE(error_trap), CASE(launch_refused), CASE(poison),
+    CASE(overrun_global), CASE(overrun_shared), CASE(overrun_bulk), CASE(bulk_deferred), CASE(error_mbarrier),
+    CASE(error_waits), CASE(error_bulk), CASE(error_cluster), CASE(error_cluster_memory),
+    CASE(slow_peer),
 };
 
 int main(int argc, char **argv) {

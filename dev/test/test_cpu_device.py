@@ -40,13 +40,14 @@ def test_case(case):
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_pool_sizes(threads):
-    for case in ("grid", "block_sum", "atomics", "atomics16", "atomics_vector", "host_threads"):
+    for case in ("grid", "block_sum", "atomics", "atomics16", "atomics_vector", "host_threads", "cluster_sums",
+                 "cluster_arrivals", "cluster_grid", "host_threads_clusters"):
         result = run(case, BOOKENDS_CPU_THREADS=threads)
         assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.skipif(not ADDRESS_SANITIZER, reason="needs a build with SANITIZE=address")
-@pytest.mark.parametrize("case", ["overrun_global", "overrun_shared"])
+@pytest.mark.parametrize("case", ["overrun_global", "overrun_shared", "overrun_bulk"])
 def test_overrun_is_seen(case):
     result = run(case)
     if result.returncode == 77:

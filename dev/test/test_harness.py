@@ -36,7 +36,8 @@ WRONG = {
     26: r"block_size 32: total: (2|4) bytes written outside it",
     28: r"block_size 32: workspace: 1 byte written outside it",
     29: r"block_size 32: workspace: 1 byte written outside it",
-    30: r"block_size 32: first: 1 of 128 elements not written",  # what the workspace held
+    # what the workspace held: poison, or on a GPU in the first launch anything
+    30: r"block_size 32: first(: 1 of 128 elements not written|\[0,0\] is .*, should be .*)",
     31: r"block_size 32: out: not the same bits as the launch before",
     32: r"block_size 1024: out: not the same bits as at block_size 32",
     33: r"block_size 512: out: not the same bits as at block_size 32",
@@ -72,7 +73,8 @@ def test_every_planted_version_is_tested():
 def test_right_versions_pass(version, dtype):
     result = planted(version, "--check", "--dtype", dtype)
     assert (result.returncode, result.stderr) == (0, "")
-    allowed = "1 fp32 ulp, 0 fp32 ulp" if dtype == "fp32" else "1 %s ulp, 0 fp32 ulp, 0 %s ulp" % (dtype, dtype)
+    beyond = "beyond what float sums may be off"
+    allowed = "1 %s ulp %s, 0 fp32 ulp, 0 %s ulp %s" % (dtype, beyond, dtype, beyond)
     same = "" if version in NOT_REPRODUCIBLE else ", the same bits each time"
     assert check_lines(result.stdout) == ["check: max error %.1f (allowed %s) over 5504 elements%s: ok" %
                                           (RIGHT[version], allowed, same)]
