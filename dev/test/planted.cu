@@ -195,7 +195,8 @@ constexpr Version<Planted<floatX>> planted_versions[] = {
     {31, "changes", "an ulp off the second time", planted<floatX, ONE_ULP_THE_SECOND_TIME>, 256},
     {32, "block size", "an ulp off at block size 1024", planted<floatX, ONE_ULP_AT_1024>, 256},
     {33, "another NaN", "other bits of a NaN at block size 512", planted<floatX, ANOTHER_NAN_AT_512>, 256},
-    {34, "not reproducible", "version 32, which promises nothing", planted<floatX, ONE_ULP_AT_1024>, 256, false},
+    {34, "not reproducible", "version 32, which promises nothing", planted<floatX, ONE_ULP_AT_1024>, 256,
+     NOT_REPRODUCIBLE},
     {35, "not the nearest", "one element is rounded up, not down", planted<floatX, NOT_THE_NEAREST>, 256},
     {OWN_REFERENCE_VERSION, "own reference", "right by a reference of its own", planted<floatX, OWN_REFERENCE>, 256},
 };
