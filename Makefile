@@ -1,7 +1,7 @@
 # Bookends: `make` builds, `make run` races, `make test` proves; `make help` lists the rest.
 # Nothing to configure: with nvcc and a GPU it builds for that GPU, otherwise for the CPU with the C++ compiler alone.
 
-KERNELS := encoder_forward encoder_backward
+KERNELS := encoder_forward encoder_backward classifier_fused
 PROGRAMS := $(basename $(notdir $(wildcard dev/test/*.cu)))
 HEADERS := $(wildcard *.h dev/*.h dev/lib/*.h)
 
