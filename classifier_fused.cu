@@ -96,11 +96,14 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
 // ---------------------------------------------------------------------------------------------------------------------
 // what the kernels share
 
-// Exponentials are powers of two here, as in the hardware: y = z * log2(e), and exp(z) = 2^y.
-constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
+// Exponentials are powers of two here, as in the hardware: exp(z) = 2^(z * log2(e)).
+constexpr float LOG2E = 1.44269504f;
 
-// The launcher's arguments, and the constants that the options come to: y = value * factor, where value is the logit
-// or, under a softcap, tanh of it. So a scale costs nothing: 2^(y - max) is one multiply-add and the power.
+// The launcher's arguments, and the constants that the options come to: z = value * size, where value is the logit, its
+// sign turned if logit_scale is negative, or tanh of it. So the largest value is that of the largest z, and a scale
+// costs nothing: exp(z - max) is the power of two of (value - max) * (size * log2(e)). The difference comes first,
+// since it is exact where it matters: with a multiply-add it would be short of max's rounding, and that may be
+// anything.
 template <typename floatX>
 struct ClassifierArguments {
     floatX *dlogits;
@@ -114,22 +117,23 @@ struct ClassifierArguments {
     int N;
     unsigned V, P;
     ClassifierOptions options;
-    float factor;
-    float inner;  // with a softcap: exp(2u) = 2^(inner * x), where tanh(u) is wanted
-    float sign;   // z grows with sign * x
+    float size, power;  // the latter is size * log2(e)
+    float sign;         // of logit_scale: 1, -1 or 0
+    float inner;        // with a softcap: exp(2u) = 2^(inner * x), where tanh(u) is wanted
 };
 
-// tanh(u) and its slope 1 - tanh(u)^2, from e = exp(-2|u|), which no u makes overflow. tanh is off by two roundings of
-// a number near 1 whatever u is. The slope is 4e / (1+e)^2: no difference of numbers that are almost the same.
-template <bool softcap>
-__device__ float value_and_slope(float x, float inner, float *slope) {
+// With a softcap, tanh(u) and its slope 1 - tanh(u)^2, from e = exp(-2|u|), which no u makes overflow. tanh is off by
+// two roundings of a number near 1 whatever u is. The slope is 4e / (1+e)^2: no difference of numbers that are almost
+// equal.
+template <bool softcap, typename floatX>
+__device__ float value_and_slope(float x, const ClassifierArguments<floatX> &args, float *slope) {
     if constexpr (softcap) {
-        const float e = exp2f(-fabsf(inner * x)), r = __fdividef(1.0f, 1.0f + e);
+        const float e = exp2f(-fabsf(args.inner * x)), r = __fdividef(1.0f, 1.0f + e);
         *slope = 4.0f * e * r * r;
-        return copysignf((1.0f - e) * r, inner * x);
+        return copysignf((1.0f - e) * r, args.inner * x);
     } else {
         *slope = 1.0f;
-        return x;
+        return args.sign * x;
     }
 }
 
@@ -142,7 +146,7 @@ struct ClassifierTarget {
     bool ignored, bad;
     bool read;              // whether anything is wanted that the logits decide
     float x, value, slope;  // of the target's logit: read here, before anybody can overwrite it
-    float origin;           // its y, or 0 if that isn't finite: what the sum of all y counts from
+    float origin;           // its value, or 0 if that isn't finite: what the sum of all values counts from
 
     __device__ bool second_pass() const { return (dlogits && !ignored) || probs; }
 };
@@ -161,17 +165,16 @@ __device__ ClassifierTarget<floatX> find_target(const ClassifierArguments<floatX
     t.index = good ? (unsigned)target : UINT32_MAX;
     if (good && t.read) {
         t.x = (float)t.logits[target];
-        t.value = value_and_slope<softcap>(t.x, args.inner, &t.slope);
-        t.origin = t.value * args.factor;
-        if (!isfinite(t.origin)) t.origin = 0;
+        t.value = value_and_slope<softcap>(t.x, args, &t.slope);
+        t.origin = isfinite(t.value) ? t.value : 0.0f;
     }
     return t;
 }
 
-// What has been seen of a row: the largest y, and the sum of 2^(y - max). The maximum starts at the lowest finite
-// number: with -inf, a row that begins with -inf would come to -inf - -inf. Extras: the sum of y - origin, and whether
-// any logit beats the target's: is larger, or as large and comes before it. (Under a softcap too it is the logits that
-// are compared: tanh keeps their order, until rounding makes them equal.)
+// What has been seen of a row: the largest value, and the sum of exp(z - max). The maximum starts at the lowest finite
+// number: with -inf, a row that begins with -inf would come to -inf - -inf. Extras: the sum of value - origin, and
+// whether any logit beats the target's: is larger, or as large and comes before it. (Under a softcap too it is the
+// logits that are compared: tanh keeps their order, until rounding makes them equal. A NaN beats everything.)
 struct Seen {
     float max = -FLT_MAX, sum = 0, excess = 0;
     bool beaten = false;
@@ -183,18 +186,18 @@ __device__ void see(Seen &seen, const Packed<floatX, width> &x, unsigned column,
     float value[width], slope, largest = -FLT_MAX, part = 0;
 #pragma unroll
     for (int k = 0; k < width; k++) {
-        value[k] = value_and_slope<softcap>((float)x[k], args.inner, &slope);
-        largest = fmaxf(largest, value[k] * args.factor);
+        value[k] = value_and_slope<softcap>((float)x[k], args, &slope);
+        largest = fmaxf(largest, value[k]);
     }
     if (largest > seen.max) {
-        seen.sum *= exp2f(seen.max - largest);
+        seen.sum *= exp2f((seen.max - largest) * args.power);
         seen.max = largest;
     }
 #pragma unroll
     for (int k = 0; k < width; k++) {
-        part += exp2f(fmaf(value[k], args.factor, -seen.max));
+        part += exp2f((value[k] - seen.max) * args.power);
         if (extras) {
-            seen.excess += fmaf(value[k], args.factor, -target.origin);
+            seen.excess += value[k] - target.origin;
             const float mine = args.sign * (float)x[k], best = args.sign * target.x;
             if (!(mine < best || (mine == best && column + k >= target.index))) seen.beaten = true;
         }
@@ -204,10 +207,10 @@ __device__ void see(Seen &seen, const Packed<floatX, width> &x, unsigned column,
 
 // What all lanes of a warp, or all threads of a block, have seen together; each gets the same bits.
 template <bool extras>
-__device__ Seen warp_merge(Seen seen) {
+__device__ Seen warp_merge(const Seen &seen, float power) {
     Seen all;
     all.max = warp_reduce_max(seen.max);
-    all.sum = warp_reduce_sum(seen.sum * exp2f(seen.max - all.max));
+    all.sum = warp_reduce_sum(seen.sum * exp2f((seen.max - all.max) * power));
     if (extras) {
         all.excess = warp_reduce_sum(seen.excess);
         all.beaten = __any_sync(0xffffffffu, seen.beaten);
@@ -215,10 +218,10 @@ __device__ Seen warp_merge(Seen seen) {
     return all;
 }
 template <bool extras>
-__device__ Seen block_merge(Seen seen) {
+__device__ Seen block_merge(const Seen &seen, float power) {
     Seen all;
     all.max = block_reduce_max(seen.max);
-    all.sum = block_reduce_sum(seen.sum * exp2f(seen.max - all.max));
+    all.sum = block_reduce_sum(seen.sum * exp2f((seen.max - all.max) * power));
     if (extras) {
         all.excess = block_reduce_sum(seen.excess);
         all.beaten = __syncthreads_or(seen.beaten);
@@ -226,25 +229,24 @@ __device__ Seen block_merge(Seen seen) {
     return all;
 }
 
-// What the second pass needs: e = 2^(y - max), p = to_p * e, and the gradient slope * (a * e - b), save at the target.
+// What the second pass needs: e = exp(z - max), p = to_p * e, and the gradient slope * (a * e - b), save at the target.
 struct ClassifierGradient {
     float max, to_p, a, b, at_target;
 };
 
-// The row's scalars, which the leader writes, and the constants of its gradient. All that is formed of max and a y is
-// formed of their difference, so that what a row has in common costs no precision.
+// The row's scalars, which the leader writes, and the constants of its gradient. All that is formed of max and another
+// z is formed of their difference, so that what the row's logits have in common costs no precision.
 template <bool extras, typename floatX>
 __device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args, long long row,
                                          const ClassifierTarget<floatX> &target, const Seen &seen, bool leader) {
     const ClassifierOptions &o = args.options;
     const float sum = seen.sum > 0 ? seen.sum : NAN;  // 0: no logit above -inf
-    const float log_sum = logf(sum), lse = fmaf(seen.max, LN2, log_sum);
-    const float target_y = fmaf(target.value, args.factor, -seen.max);  // from the maximum
+    const float log_sum = logf(sum), lse = fmaf(seen.max, args.size, log_sum);
     if (leader) {
         if (target.bad) report_bad_id(args.status, row);
-        float loss = log_sum - LN2 * target_y;
+        float loss = log_sum - (target.value - seen.max) * args.size;
         if (extras && o.label_smoothing != 0) {
-            const float mean = log_sum + LN2 * ((seen.max - target.origin) - seen.excess / args.V);
+            const float mean = log_sum - (seen.excess / args.V - (seen.max - target.origin)) * args.size;
             loss = (1 - o.label_smoothing) * loss + o.label_smoothing * mean;
         }
         if (o.z_loss != 0) loss += o.z_loss * lse * lse;
@@ -258,7 +260,8 @@ __device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args
     g.to_p = 1.0f / sum;
     g.a = target.bad ? NAN : unit * (o.z_loss != 0 ? 1 + 2 * o.z_loss * lse : 1.0f) * g.to_p;
     g.b = unit * (o.label_smoothing / args.V);
-    g.at_target = target.slope * fmaf(g.a, exp2f(target_y), -(unit * (1 - o.label_smoothing) + g.b));
+    g.at_target = target.slope *
+                  fmaf(g.a, exp2f((target.value - seen.max) * args.power), -(unit * (1 - o.label_smoothing) + g.b));
     return g;
 }
 
@@ -270,8 +273,8 @@ __device__ void write_columns(const Packed<floatX, width> &x, unsigned column, c
 #pragma unroll
     for (int k = 0; k < width; k++) {
         float slope;
-        const float value = value_and_slope<softcap>((float)x[k], args.inner, &slope);
-        const float e = exp2f(fmaf(value, args.factor, -g.max));
+        const float value = value_and_slope<softcap>((float)x[k], args, &slope);
+        const float e = exp2f((value - g.max) * args.power);
         p[k] = (floatX)(e * g.to_p);
         d[k] = (floatX)(slope * fmaf(g.a, e, -g.b));
     }
@@ -312,7 +315,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArgum
     for (unsigned j = lane; target.read && j < args.V; j += WARP_SIZE) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
-    seen = warp_merge<extras>(seen);
+    seen = warp_merge<extras>(seen, args.power);
     const ClassifierGradient g = finish_row<extras>(args, row, target, seen, lane == 0);
     __syncwarp();  // no lane overwrites the target's logit before all have read it
     for (unsigned j = lane; target.second_pass() && j < args.V; j += WARP_SIZE) {
@@ -334,7 +337,8 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArgum
     for (unsigned j = threadIdx.x; target.read && j < args.V; j += blockDim.x) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
-    seen = block_merge<extras>(seen);  // its barriers: no thread overwrites the target's logit before all have read it
+    seen = block_merge<extras>(
+        seen, args.power);  // its barriers: no thread overwrites the target's logit before all have read it
     const ClassifierGradient g = finish_row<extras>(args, row, target, seen, threadIdx.x == 0);
     for (unsigned j = threadIdx.x; target.second_pass() && j < args.V; j += blockDim.x) {
         write_columns<softcap, false>(load_packed<one>(target.logits + j), j, target, g, args);
@@ -400,7 +404,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
         }
         if (cut.tail + threadIdx.x < args.V) see_one(cut.tail + threadIdx.x);
     }
-    seen = block_merge<extras>(seen);
+    seen = block_merge<extras>(seen, args.power);
     const ClassifierGradient g = finish_row<extras>(args, row, target, seen, threadIdx.x == 0);
     auto write_one = [&](unsigned j) {
         write_columns<softcap, reverse>(load_packed<one>(target.logits + j), j, target, g, args);
@@ -438,8 +442,8 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
 // and if neither is wanted the row is not read. Any other target outside 0..V-1: loss NaN, gradient NaN in columns
 // 0..V-1, not correct, and status (one status word that the caller set to STATUS_OK, or null) says which such row came
 // first. A logit of -inf has probability 0. A row that holds a NaN, +inf or nothing but -inf (or V = 0): its lse, loss,
-// probabilities and gradient are NaN; with a softcap infinities are +-softcap instead. z beyond 2^127 counts as
-// infinite.
+// probabilities and gradient are NaN; with a softcap infinities are +-softcap instead. Where one is
+// NaN, none is the largest.
 //
 // block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for
 // P < V, a negative size or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an
@@ -460,13 +464,15 @@ cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX
                               int N, int V, int P, const ClassifierOptions &options, Launch launch) {
     if (N < 0 || V < 0 || P < V || !valid_options(options)) return cudaErrorInvalidValue;
     if (N == 0) return cudaSuccess;
-    ClassifierArguments<floatX> args = {dlogits, losses, lse,         probs,       correct, logits, targets, dlosses,
-                                        status,  N,      (unsigned)V, (unsigned)P, options, 0.0f,   0.0f,    0.0f};
-    const float scale = options.logit_scale;
-    const bool softcap = options.softcap > 0, extras = options.label_smoothing > 0 || correct != nullptr;
-    args.factor = (softcap ? options.softcap : scale) * LOG2E;
-    args.inner = softcap ? 2 * LOG2E * (scale / options.softcap) : 0.0f;
+    const float scale = options.logit_scale, cap = options.softcap;
+    const bool softcap = cap > 0, extras = options.label_smoothing > 0 || correct != nullptr;
+    ClassifierArguments<floatX> args = {dlogits, losses, lse, probs,       correct,     logits,  targets,
+                                        dlosses, status, N,   (unsigned)V, (unsigned)P, options, 0,
+                                        0,       0,      0};
+    args.size = softcap ? cap : fabsf(scale);
+    args.power = args.size * LOG2E;
     args.sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : 0.0f;
+    args.inner = softcap ? 2 * LOG2E * (scale / cap) : 0.0f;
     const std::true_type yes;
     const std::false_type no;
     softcap  ? extras ? launch(args, yes, yes) : launch(args, yes, no)
@@ -596,9 +602,9 @@ struct ClassifierReference {
     }
 };
 
-// How far float arithmetic may be off, in units of U, a rounding of 1. A y is off by two roundings of itself and, under
-// a softcap, by those of a tanh of about 1; a power of two by two ulps, which are 4 roundings at most. Of a sum each
-// addition rounds once. What is formed of max - y is off in proportion to that.
+// How far float arithmetic may be off, in units of U, a rounding of 1. A difference of two z is off by three roundings
+// of itself and, under a softcap, by those of a tanh of about 1; a power of two by two ulps, which are 4 roundings at
+// most. Of a sum each addition rounds once.
 struct ClassifierSlack {
     static constexpr double U = 0x1p-24;
     double additions, capped;

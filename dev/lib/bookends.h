@@ -123,8 +123,8 @@ typedef struct {
  *
  * A row with ignore_index has loss 0, correct 0 and dlogits 0, whatever it holds; it is read only if lse or probs are
  * wanted, which are as for any row. A logit of -inf has probability 0. In a row that holds a NaN, +inf or nothing but
- * -inf, lse, loss, probs and dlogits are NaN; with a softcap infinities are +-softcap instead. z beyond 2^127 counts as
- * infinite. No logit is the largest where one is NaN. dlogits and probs are formed in float and rounded once to dtype. The arrays must not overlap, save that
+ * -inf, lse, loss, probs and dlogits are NaN; with a softcap infinities are +-softcap instead. Where one is NaN, none is
+ * the largest. dlogits and probs are formed in float and rounded once to dtype. The arrays must not overlap, save that
  * dlogits may be logits. The same inputs give the same bits each time. N of 0: nothing to do, BK_OK. With V of 0 every
  * target but ignore_index is bad, and lse NaN. */
 int bk_classifier_fused(void *dlogits, float *losses, float *lse, void *probs, int32_t *correct, const void *logits,
