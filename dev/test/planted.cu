@@ -237,7 +237,8 @@ void planted_race(Harness &h) {
     a.N = (long long)h.dim('b') * h.dim('t');
     a.C = h.dim('c');
     a.overwrite = h.flag("--overwrite");
-    const int C = a.C, *ids = h.tokens(a.N, h.dim('v'));
+    const int C = a.C;
+    const int *ids = h.flag("--targets") ? h.targets(a.N, h.dim('v'), 3, -100) : h.tokens(a.N, h.dim('v'));
     const Values<floatX> values = {h.dim('p'), h.seed}, initial = {100, h.seed};
     const auto first = [=](long long r) { return (double)(float)values[r * C]; };
     a.inp = h.input(values, a.N * C);
@@ -272,7 +273,7 @@ void planted_race(Harness &h) {
     if (a.overwrite && h.choice("--grad-dtype") == "fp32") {
         h.refuse(EXIT_BAD_INPUT, "--overwrite: not with --grad-dtype fp32");
     }
-    h.bytes = (double)h.distinct_tokens() + h.number("--more-bytes");
+    h.bytes = (h.flag("--targets") ? 0.0 : (double)h.distinct_tokens()) + h.number("--more-bytes");
     h.flops = (h.choice("--grad-dtype") == "fp32") + h.number("--more-flops");
     dump(".ids", ids, a.N * sizeof(int));
     dump(".inp", a.inp, a.N * C * sizeof(floatX));
@@ -287,7 +288,8 @@ int main(int argc, char **argv) {
               {{'b', "B", 2, 2}, {'t', "T", 64, 64}, {'c', "C", 40, 40}, {'v', "V", 100, 100}, {'p', "P", 1, 1}},
               {{"--grad-dtype", {"same", "fp32"}, "changes nothing but the operations reported"},
                {"--overwrite", {}, "the total is not added to"},
-               {"--used-up", {}, "the total is put back before each cold run"}},
+               {"--used-up", {}, "the total is put back before each cold run"},
+               {"--targets", {}, "ids are targets, each third of which is to be ignored"}},
               {{"--more-bytes", 0, -10.5, 1e6, "changes nothing but the bytes reported"},
                {"--more-flops", 2, 0, 100, "changes nothing but the operations reported", true}});
     return h.main(argc, argv, planted_versions<float>, planted_race<float>, planted_race<half>,

@@ -8,6 +8,8 @@ The CPU device takes some 100 ns an element: rows are few, or short.
 """
 
 import itertools
+import json
+import re
 
 import numpy as np
 import pytest
@@ -748,3 +750,120 @@ def test_graph_replay_with_other_logits(dtype, version):
         assert not off(got, exact["dlogits"], slack["dlogits"], dtype).any(), replay
         assert not off(losses.get().astype(np.float64), exact["losses"], slack["losses"], FP32).any(), replay
     assert int(status.get()[0]) == -1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the command line
+
+SMALL = ["-b", 2, "-t", 6, "-v", 300]
+ITEM = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def classifier(*arguments):
+    return bookends.run("classifier_fused", *arguments)
+
+
+def refused(*arguments, words):
+    """Nothing on stdout; on stderr one line with each of the words."""
+    result = classifier(*SMALL, *arguments)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result
+    assert result.stderr.startswith("classifier_fused: ")
+    for word in words:
+        assert word in result.stderr, (word, result.stderr)
+
+
+def record_of(*arguments):
+    result = classifier(1, *SMALL, "--bench", "--repeat", 1, "--block-size", 256, "--json", "-", *arguments)
+    assert result.returncode == 0, result
+    return json.loads(result.stdout)
+
+
+@every_version
+@pytest.mark.parametrize("dtype", ITEM)
+def test_the_files_own_check(dtype, version):
+    """Each kind of logits, each output, each option."""
+    for arguments in ([], ["--logits", "peaked", "--label-smoothing", 0.1, "--accuracy", "--lse"],
+                      ["--logits", "uniform", "--softcap", 0.5, "--probs", "--output", "other", "-p", 301],
+                      ["--output", "none", "--z-loss", 0.1, "--logit-scale", -2, "--ignore-every", 5, "--accuracy"],
+                      ["--logits", "peaked", "--probs", "--softcap", 20, "--ignore-every", 1],
+                      ["--logit-scale", 0, "--softcap", 3], ["-v", 1, "-p", 2, "--label-smoothing", 1]):
+        result = classifier(version, *SMALL, "--check", "--dtype", dtype, *arguments)
+        assert (result.returncode, result.stderr) == (0, ""), (arguments, result)
+        same = r"the same bits each time( at a block size)?"
+        last = result.stdout.splitlines()[-1]
+        assert re.fullmatch(r"check: max error 0\.0 \(allowed 0 .+ ulp\) over \d+ elements, %s: ok" % same, last), last
+
+
+def test_the_heading_says_what_was_asked_for():
+    def heading(*arguments):
+        return classifier(1, *SMALL, "--check", *arguments).stdout.splitlines()[1].split(": ")[1]
+
+    assert heading() == "B=2 T=6 V=300 P=384 bf16 tokens=uniform"
+    assert heading("-v", 256) == "B=2 T=6 V=256 P=256 bf16 tokens=uniform"
+    assert heading("-p", 300) == "B=2 T=6 V=300 P=300 bf16 tokens=uniform"
+    assert heading("--output", "other", "--logits", "peaked", "--probs", "--lse", "--accuracy") == \
+        "B=2 T=6 V=300 P=384 bf16 tokens=uniform logits=peaked output=other probs lse accuracy"
+    assert heading("--softcap", "30", "--z-loss", "1e-4", "--label-smoothing", ".1", "--logit-scale", "-0.5",
+                   "--ignore-every", "4").endswith(
+        " tokens=uniform label_smoothing=0.1 z_loss=0.0001 softcap=30 logit_scale=-0.5 ignore_every=4")
+
+
+def test_options_in_json():
+    record = record_of()
+    assert [record[key] for key in "BTCVPN"] == [2, 6, None, 300, 384, 12]
+    assert [record[key] for key in ("logits", "output", "probs", "lse", "accuracy", "label_smoothing", "z_loss",
+                                    "softcap", "logit_scale", "ignore_every")] == \
+        ["gaussian", "in-place", False, False, False, 0, 0, 0, 1, 0]
+    record = record_of("--logits", "uniform", "--output", "none", "--lse", "--softcap", 0.1, "--ignore-every", 3)
+    assert [record[key] for key in ("logits", "output", "lse", "softcap", "ignore_every")] == \
+        ["uniform", "none", True, 0.1, 3]
+
+
+@pytest.mark.parametrize("dtype", ITEM)
+def test_fewest_bytes(dtype):
+    """Logits once without their padding, gradient and probabilities with it; targets, and a float or int a row."""
+    item, N, V, P = ITEM[dtype], 12, 300, 384
+    for arguments, rows_read, matrices, vectors in (
+            ([], N, 1, 2), (["--output", "other"], N, 1, 2), (["--output", "none"], N, 0, 2),
+            (["--probs"], N, 2, 2), (["--output", "none", "--probs", "--lse"], N, 1, 3),
+            (["--lse", "--accuracy"], N, 1, 4), (["--ignore-every", 5], 10, 1, 2), (["--ignore-every", 1], 0, 1, 2),
+            (["--ignore-every", 5, "--lse"], N, 1, 3), (["--ignore-every", 13], N, 1, 2)):
+        record = record_of("--dtype", dtype, *arguments)
+        assert record["bytes"] == (rows_read * V + matrices * N * P) * item + vectors * N * 4, arguments
+    assert record_of("--dtype", dtype, "-p", 300)["bytes"] == 2 * N * V * item + 2 * N * 4
+
+
+def test_bad_options():
+    refused("-p", 299, words=["-p", "'299'", "300"])
+    refused("-p", 0, words=["-p", "'0'", "1 to"])
+    refused("-c", 5, words=["'-c'"])
+    refused("--logits", "normal", words=["--logits", "'normal'", "gaussian, peaked, uniform"])
+    refused("--output", "inplace", words=["--output", "'inplace'", "in-place, other, none"])
+    for option, values, allowed in (("--label-smoothing", ("-0.1", "1.01", "x", "nan", ""), "0 to 1"),
+                                    ("--z-loss", ("-1", "1e7", "inf"), "0 to 1e+06"),
+                                    ("--softcap", ("-30", "1e7", "0x1", " 3"), "0 to 1e+06"),
+                                    ("--logit-scale", ("1e7", "-1e7", "one"), "-1e+06 to 1e+06"),
+                                    ("--ignore-every", ("-1", "2.5", "x", "2147483648"), "0 to 2147483647")):
+        refused(option, words=[option, "value"])
+        for value in values:
+            refused(option, value, words=[option, "'%s'" % value, allowed])
+    refused("--softcap", "1e-36", "--logit-scale", "1e6", words=["--softcap", "--logit-scale"])
+    refused("-b", 2**31 - 1, "-t", 2, words=["B*T", "-b, -t"])
+
+
+def test_help_knows_the_default_of_p():
+    text = classifier("--help").stdout
+    assert re.search(r"^  -p INT +P, default V rounded up to a multiple of 128$", text, re.M)
+    for option in ("--logits VALUE", "--output VALUE", "--probs", "--lse", "--accuracy", "--label-smoothing NUMBER",
+                   "--z-loss NUMBER", "--softcap NUMBER", "--logit-scale NUMBER", "--ignore-every INT"):
+        assert re.search(r"^  %s  +\S" % option, text, re.M), option
+
+
+def test_the_reference_alone():
+    result = classifier(0, *SMALL, "--probs", "--lse", "--accuracy")
+    assert (result.returncode, result.stderr) == (0, "") and re.search(r"^time \d+\.\d{4} ms", result.stdout, re.M)
+
+
+def test_list_and_header_agree():
+    header = (bookends.ROOT / "classifier_fused.cu").read_text().split("*/")[0]
+    assert list(map(int, re.findall(r"^version (\d+) ", header, re.M))) == VERSIONS

@@ -405,6 +405,25 @@ def test_sorted(tmp_path):
         assert (ids == np.sort(inputs(tmp_path, *SOME, "-v", V)[0])).all()
 
 
+def test_targets(tmp_path):
+    """Those of a file are the ids after its first N; every third is ignored, wherever they come from."""
+    plain = inputs(tmp_path, *SOME, "-v", 50257)[0]
+    targets = inputs(tmp_path, *SOME, "-v", 50257, "--targets")[0]
+    assert (targets[2::3] == -100).all()
+    assert (np.delete(targets, slice(2, None, 3)) == np.delete(plain, slice(2, None, 3))).all()
+    ids, shape = np.arange(10, 30), ["-b", 2, "-t", 7, "-c", 2]
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(ids)
+    path = tmp_path / "ids.bin"
+    path.write_bytes(header.tobytes() + ids.astype("<u2").tobytes())
+    assert (inputs(tmp_path, *shape, "--tokens", path)[0] == ids[:14]).all()
+    got = inputs(tmp_path, *shape, "--tokens", path, "--targets")[0]
+    assert (got == np.where(np.arange(14) % 3 == 2, -100, ids[1:15])).all()
+    assert len(inputs(tmp_path, "-b", 1, "-t", 19, "-c", 2, "--tokens", path, "--targets")[0]) == 19
+    assert planted(1, "--check", "-b", 1, "-t", 20, "-c", 2, "--tokens", path).returncode == 0
+    refused(planted(1, "-b", 1, "-t", 20, "-c", 2, "--tokens", path, "--targets"), "20 tokens", "B*T + 1 = 21")
+
+
 def test_padded(tmp_path):
     """One id in nine positions of ten, anywhere; the others are zipf's of the same seed."""
     for V in (10, 50257):
