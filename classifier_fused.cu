@@ -63,16 +63,17 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
     const double scale = options.logit_scale, cap = options.softcap, eps = options.label_smoothing;
     const bool ignored = target == options.ignore_index, good = !ignored && id_in_range(target, V);
     double max = -INFINITY, sum = 0, mean = 0, distance = 0, spread = 0;
+    const double x_t = good ? scale * (double)logits[target] : NAN;
+    bool largest = good;  // no other is larger, and none before it as large
     for (int j = 0; j < V; j++) {
-        const double x = (double)logits[j];
-        z[j] = cap > 0 ? cap * tanh(scale * x / cap) : scale * x;
+        const double x = scale * (double)logits[j];
+        largest = largest && (x < x_t || (x == x_t && j >= target));
+        z[j] = cap > 0 ? cap * tanh(x / cap) : x;
         max = fmax(max, z[j]);
         mean += z[j] / V;
     }
     const double z_t = good ? z[target] : NAN;
-    bool largest = good;  // no other is larger, and none before it as large
     for (int j = 0; j < V; j++) {
-        largest = largest && (z[j] < z_t || (z[j] == z_t && j >= target));
         if (good) spread += fabs(z[j] - z_t) / V;
         const double e = exp(z[j] - max);
         sum += e;
