@@ -318,11 +318,12 @@ bool can_overlap(void (*kernel)(Parameters...)) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// the status word: which position held the first bad token id
+// the status word: which position held the first bad token id or target
 
 // One 64-bit word in device memory, set to STATUS_OK by its owner (cudaMemset with 0xff bytes does it). A kernel that
-// meets an id outside 0..V-1 lowers it to that position (an index into the ids) if it is the smallest so far. Nobody
-// resets it in between, so one look after many launches is enough. As a signed number: -1, or the first bad position.
+// meets an id outside 0..V-1 lowers it to that position (an index into the ids) if it is the smallest so far. A target
+// is an id too, and its position that of its row. Nobody resets the word in between, so one look after many launches is
+// enough. As a signed number: -1, or the first bad position.
 typedef unsigned long long status_word;
 constexpr status_word STATUS_OK = ~0ull;
 
@@ -336,9 +337,12 @@ __device__ inline void report_bad_id(status_word *status, long long position) {
 // ---------------------------------------------------------------------------------------------------------------------
 // versions of a kernel
 
+// What the same input gives, whatever the load of the GPU: the same bits at every block size; the same bits as long as
+// the block size is the same (a float sum over more threads is rounded elsewhere); other bits each time.
+enum Reproducible { SAME_BITS, SAME_AT_A_BLOCK_SIZE, NOT_REPRODUCIBLE };
+
 // One row of a kernel file's table: the number people type, a short name, the one idea it adds, the launcher, the block
-// size that was fastest when it was last tuned (what the library launches with), and whether the same input always
-// gives the same bits, whatever the block size and the load of the GPU.
+// size that was fastest when it was last tuned (what the library launches with), and what it promises.
 template <typename Launcher>
 struct Version {
     int number;
@@ -346,7 +350,7 @@ struct Version {
     const char *idea;
     Launcher launch;
     int block_size;
-    bool reproducible = true;
+    Reproducible reproducible = SAME_BITS;
 };
 
 // The row with that number; 0 asks for the last, the best known. Null if there is none.

@@ -966,9 +966,9 @@ cudaError_t encoder_backward6(gradX *dwte, gradX *dwpe, const floatX *dout, cons
 
 template <typename floatX, typename gradX>
 constexpr Version<EncoderBackward<floatX, gradX>> encoder_backward_versions[] = {
-    {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, false},
+    {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, NOT_REPRODUCIBLE},
     {2, "no atomics", "a thread a column, which loops over all positions", encoder_backward2<floatX, gradX>, 32},
-    {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, false},
+    {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, NOT_REPRODUCIBLE},
     {4, "grouped", "positions grouped by id; a group's rows are added up and stored once",
      encoder_backward4<floatX, gradX>, 256},
     {5, "slices", "a slice of the columns at a time, so that dout is read from DRAM once",

@@ -1,5 +1,6 @@
 // The C library over the kernel files: argument checks, and from a bk_dtype and a version number to a launcher.
 #define BOOKENDS_NO_MAIN
+#include "../../classifier_fused.cu"
 #include "../../encoder_backward.cu"
 #include "../../encoder_forward.cu"
 
@@ -23,6 +24,8 @@ extern "C" const char *bk_error_string(int error) {
             return "this version cannot do that";
         case BK_ERROR_FLAGS:
             return "no such flag";
+        case BK_ERROR_OPTIONS:
+            return "an option is not finite or outside its range";
         default:
             return error > BK_ERROR_CUDA ? cudaGetErrorString((cudaError_t)(error - BK_ERROR_CUDA)) : "no such error";
     }
@@ -95,6 +98,45 @@ extern "C" int bk_encoder_backward(void *dwte, void *dwpe, const void *dout, con
         case BK_BF16:
             return call(grad_dtype == dtype ? encoder_backward<__nv_bfloat16, __nv_bfloat16>
                                             : encoder_backward<__nv_bfloat16, float>);
+    }
+    return BK_ERROR_DTYPE;
+}
+
+template <typename floatX>
+static int classifier_fused(void *dlogits, float *losses, float *lse, void *probs, int32_t *correct, const void *logits,
+                            const int32_t *targets, const float *dlosses, int64_t *status, int N, int V, int P,
+                            const ClassifierOptions &options, int number, cudaStream_t stream) {
+    const auto *version = find_version(classifier_fused_versions<floatX>, number);
+    if (version == nullptr) return BK_ERROR_VERSION;
+    if (N == 0) return BK_OK;
+    if (!targets || (!logits && V > 0)) return BK_ERROR_NULL;
+    cudaGetLastError();  // an error that an earlier call left behind is not this launch's
+    return from_cuda(version->launch((floatX *)dlogits, losses, lse, (floatX *)probs, correct, (const floatX *)logits,
+                                     targets, dlosses, (status_word *)status, N, V, P, options, version->block_size,
+                                     stream));
+}
+
+extern "C" int bk_classifier_fused(void *dlogits, float *losses, float *lse, void *probs, int32_t *correct,
+                                   const void *logits, const int32_t *targets, const float *dlosses, int64_t *status,
+                                   int N, int V, int P, const bk_classifier_options *options, bk_dtype dtype,
+                                   int version, bk_stream stream) {
+    if (N < 0 || V < 0 || P < V) return BK_ERROR_SHAPE;
+    ClassifierOptions o;
+    if (options) {
+        o = {options->dloss,           options->logit_scale, options->softcap,
+             options->label_smoothing, options->z_loss,      options->ignore_index};
+    }
+    if (!valid_options(o)) return BK_ERROR_OPTIONS;
+    auto call = [&](auto run) {
+        return run(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, o, version, stream);
+    };
+    switch (dtype) {
+        case BK_FP32:
+            return call(classifier_fused<float>);
+        case BK_FP16:
+            return call(classifier_fused<half>);
+        case BK_BF16:
+            return call(classifier_fused<__nv_bfloat16>);
     }
     return BK_ERROR_DTYPE;
 }

@@ -29,6 +29,7 @@ enum {
     BK_ERROR_VERSION = 4, /* no such version */
     BK_ERROR_UNSUPPORTED = 5, /* that version cannot do what was asked */
     BK_ERROR_FLAGS = 6,   /* no such flag */
+    BK_ERROR_OPTIONS = 7, /* an option that is not finite, or outside its range */
     BK_ERROR_CUDA = 1000  /* 1000 + the cudaError_t that the launch returned */
 };
 
@@ -90,6 +91,48 @@ size_t bk_encoder_backward_workspace_bytes(int B, int T, int C, int V, int versi
 int bk_encoder_backward(void *dwte, void *dwpe, const void *dout, const int32_t *inp, int64_t *status, void *workspace,
                         int B, int T, int C, int V, bk_dtype dtype, bk_dtype grad_dtype, int flags, uint64_t seed,
                         int version, bk_stream stream);
+
+/* The defaults are what a null pointer to them means: {1, 1, 0, 0, 0, -100}. */
+typedef struct {
+    float dloss;           /* the gradient of each row's loss: 1/N for that of their mean */
+    float logit_scale;     /* a factor of the logits */
+    float softcap;         /* logits are squeezed between -softcap and softcap; 0: they are not */
+    float label_smoothing; /* from 0 to 1: the share of a target that goes to the whole vocabulary */
+    float z_loss;          /* the factor of lse^2 in the loss */
+    int32_t ignore_index;  /* rows with this target have loss 0 and gradient 0; it may be any number */
+} bk_classifier_options;
+
+/* Softmax, cross-entropy and their gradient, for each of N rows of V logits x, t being the row's target:
+ *   z_j = logit_scale * x_j, or softcap * tanh(logit_scale * x_j / softcap)
+ *   lse = log(sum_j exp(z_j))      p_j = exp(z_j - lse)      eps = label_smoothing
+ *   loss = (1-eps) * (lse - z_t) + eps * (lse - mean_j z_j) + z_loss * lse^2
+ *   dlogits_j = dloss * logit_scale * (1 - (z_j/softcap)^2) * ((1 + 2*z_loss*lse) * p_j - (1-eps)*[j=t] - eps/V)
+ * (without a softcap the factor with it is 1).
+ *
+ *   dlogits  (N, P) of dtype; may be logits itself, which then are gone; null: not wanted
+ *   losses   (N) float; null: not wanted
+ *   lse      (N) float; null: not wanted
+ *   probs    (N, P) of dtype, the p_j; null: not wanted
+ *   correct  (N), 1 where the largest logit (of equal ones the first) is the target's, else 0; null: not wanted
+ *   logits   (N, P) of dtype; columns V to P-1 are not read, and become 0 in dlogits and in probs
+ *   targets  (N), in 0..V-1, or options->ignore_index
+ *   dlosses  (N) float, factors of the rows' gradients beside options->dloss; null: 1
+ *   status   may be null; else as for bk_encoder_forward: a target that is neither of these lowers it to its row. The
+ *            row's loss and its V columns of dlogits become NaN, and correct 0.
+ *   P        V at least, else BK_ERROR_SHAPE
+ *   options  read before this returns; null: the defaults
+ *   version  0 is the last, the best known over the shapes that were measured; 1.. are those that
+ *            `classifier_fused --list` shows
+ *
+ * A row with ignore_index has loss 0, correct 0 and dlogits 0, whatever it holds; it is read only if lse or probs are
+ * wanted, which are as for any row. A logit of -inf has probability 0. In a row that holds a NaN, +inf or nothing but
+ * -inf, lse, loss, probs and dlogits are NaN; with a softcap infinities are +-softcap instead. Where one is NaN, none is
+ * the largest. dlogits and probs are formed in float and rounded once to dtype. The arrays must not overlap, save that
+ * dlogits may be logits. The same inputs give the same bits each time. N of 0: nothing to do, BK_OK. With V of 0 every
+ * target but ignore_index is bad, and lse NaN. */
+int bk_classifier_fused(void *dlogits, float *losses, float *lse, void *probs, int32_t *correct, const void *logits,
+                        const int32_t *targets, const float *dlosses, int64_t *status, int N, int V, int P,
+                        const bk_classifier_options *options, bk_dtype dtype, int version, bk_stream stream);
 
 #ifdef __cplusplus
 }

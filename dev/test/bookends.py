@@ -25,7 +25,7 @@ ON_CUDA = DEVICE == "cuda"
 needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
 
 OK, ERROR_NULL, ERROR_SHAPE, ERROR_DTYPE, ERROR_VERSION, ERROR_CUDA = 0, 1, 2, 3, 4, 1000
-ERROR_UNSUPPORTED, ERROR_FLAGS = 5, 6
+ERROR_UNSUPPORTED, ERROR_FLAGS, ERROR_OPTIONS = 5, 6, 7
 OVERWRITE, STOCHASTIC = 1, 2  # flags
 INT_MIN, INT_MAX = -2**31, 2**31 - 1
 
@@ -223,7 +223,8 @@ def library():
                 ("bk_error_string", ctypes.c_char_p, integer),
                 ("bk_encoder_forward", integer, *[pointer] * 5, *[integer] * 6, pointer),
                 ("bk_encoder_backward_workspace_bytes", ctypes.c_size_t, *[integer] * 5),
-                ("bk_encoder_backward", integer, *[pointer] * 6, *[integer] * 7, ctypes.c_uint64, integer, pointer)):
+                ("bk_encoder_backward", integer, *[pointer] * 6, *[integer] * 7, ctypes.c_uint64, integer, pointer),
+                ("bk_classifier_fused", integer, *[pointer] * 9, *[integer] * 3, pointer, *[integer] * 2, pointer)):
             function = getattr(_library, name)
             function.restype, function.argtypes = result, arguments
     return _library
@@ -249,6 +250,23 @@ def encoder_backward(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, dtype
     """bk_encoder_backward, in the same way."""
     code = _call("bk_encoder_backward", (dwte, dwpe, dout, inp, status, workspace), B, T, C, V, dtype, grad_dtype,
                  flags, seed, version, stream)
+    return code, _word(status, stream)
+
+
+class ClassifierOptions(ctypes.Structure):
+    """bk_classifier_options, with its defaults."""
+    _fields_ = [*[(name, ctypes.c_float) for name in ("dloss", "logit_scale", "softcap", "label_smoothing", "z_loss")],
+                ("ignore_index", ctypes.c_int32)]
+
+    def __init__(self, dloss=1, logit_scale=1, softcap=0, label_smoothing=0, z_loss=0, ignore_index=-100):
+        super().__init__(dloss, logit_scale, softcap, label_smoothing, z_loss, ignore_index)
+
+
+def classifier_fused(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options, dtype,
+                     version=0, stream=None):
+    """bk_classifier_fused, in the same way; options: ClassifierOptions or None."""
+    code = _call("bk_classifier_fused", (dlogits, losses, lse, probs, correct, logits, targets, dlosses, status), N, V,
+                 P, None if options is None else ctypes.byref(options), dtype, version, stream)
     return code, _word(status, stream)
 
 

@@ -5,12 +5,14 @@ Kernels that are wrong on purpose, to see the harness find them. N = B*T rows; C
 - first (N) is the first column of inp, in float
 - rounded (N) is a little more than that, in its own type: of each three rows, the first may be off by SLACK, the second
   be rounded up or down, the third only to the nearest
-- total (N) has the first column added in even rows, and keeps the others; with --overwrite it is the first column
+- total (N) has the first column added in even rows, and keeps the others; with --overwrite it is the first column; with
+  --used-up it is put back before each cold run
 - the workspace has SCRATCH bytes; another one has none
 
 The table says which versions are right, and what the others get wrong. The environment may ask for more:
 
-- PLANTED_DUMP=FILE: the ids and the inputs as they are on the device go to FILE.ids (int32) and FILE.inp (their type)
+- PLANTED_DUMP=FILE: the ids and the inputs as they are on the device go to FILE.ids (int32) and FILE.inp (their type),
+  and total as it is at the end to FILE.total
 - PLANTED_SKIP=" 3 4 ": those versions are skipped
 - PLANTED_ULPS=1: instead of all else, each line "TYPE RESULT VALUE SLACK EITHER_NEIGHBOUR" of standard input is
   answered by how many ulps that result is off
@@ -53,6 +55,7 @@ enum Fault {
     WORKSPACE_NOT_CLEARED,
     ONE_ULP_THE_SECOND_TIME,
     ONE_ULP_AT_1024,
+    ONE_ULP_THE_SECOND_TIME_AT_1024,
     ANOTHER_NAN_AT_512,
     OWN_REFERENCE,
 };
@@ -113,8 +116,8 @@ using Planted = cudaError_t (*)(const Arrays<floatX> &a, int block_size, cudaStr
 
 template <typename floatX, Fault fault>
 cudaError_t planted(const Arrays<floatX> &a, int block_size, cudaStream_t stream) {
-    static int calls = 0;
-    const bool second = ++calls == 2;
+    static int calls = 0, calls_at_1024 = 0;
+    const bool second = ++calls == 2, second_at_1024 = block_size == 1024 && ++calls_at_1024 == 2;
     if (fault == NOTHING || (fault == NOTHING_THE_SECOND_TIME && second)) return cudaSuccess;
     if (fault == LAUNCH_ERROR) block_size = 2048;
     const long long N = a.N, C = a.C, count = N * C - (fault == LAST_UNWRITTEN);
@@ -156,6 +159,7 @@ cudaError_t planted(const Arrays<floatX> &a, int block_size, cudaStream_t stream
     if (fault == WORKSPACE_NOT_CLEARED) cudaMemcpyAsync(a.first, a.workspace, 4, cudaMemcpyDeviceToDevice, stream);
     if (fault == ONE_ULP_THE_SECOND_TIME && second) move(victim, 1);
     if (fault == ONE_ULP_AT_1024 && block_size == 1024) move(victim, 1);
+    if (fault == ONE_ULP_THE_SECOND_TIME_AT_1024 && second_at_1024) move(victim, 1);
     if (fault == ANOTHER_NAN_AT_512 && block_size == 512) move(a.out, -1);
     return cudaGetLastError();
 }
@@ -195,9 +199,14 @@ constexpr Version<Planted<floatX>> planted_versions[] = {
     {31, "changes", "an ulp off the second time", planted<floatX, ONE_ULP_THE_SECOND_TIME>, 256},
     {32, "block size", "an ulp off at block size 1024", planted<floatX, ONE_ULP_AT_1024>, 256},
     {33, "another NaN", "other bits of a NaN at block size 512", planted<floatX, ANOTHER_NAN_AT_512>, 256},
-    {34, "not reproducible", "version 32, which promises nothing", planted<floatX, ONE_ULP_AT_1024>, 256, false},
+    {34, "not reproducible", "version 32, which promises nothing", planted<floatX, ONE_ULP_AT_1024>, 256,
+     NOT_REPRODUCIBLE},
     {35, "not the nearest", "one element is rounded up, not down", planted<floatX, NOT_THE_NEAREST>, 256},
     {OWN_REFERENCE_VERSION, "own reference", "right by a reference of its own", planted<floatX, OWN_REFERENCE>, 256},
+    {37, "same at one size", "an ulp off the second time at 1024", planted<floatX, ONE_ULP_THE_SECOND_TIME_AT_1024>,
+     256, SAME_AT_A_BLOCK_SIZE},
+    {38, "promises less", "version 32, which promises nothing between block sizes", planted<floatX, ONE_ULP_AT_1024>,
+     256, SAME_AT_A_BLOCK_SIZE},
 };
 
 static void dump(const std::string &suffix, const void *device, size_t size) {
@@ -228,7 +237,8 @@ void planted_race(Harness &h) {
     a.N = (long long)h.dim('b') * h.dim('t');
     a.C = h.dim('c');
     a.overwrite = h.flag("--overwrite");
-    const int C = a.C, *ids = h.tokens(a.N, h.dim('v'));
+    const int C = a.C;
+    const int *ids = h.flag("--targets") ? h.targets(a.N, h.dim('v'), 3, -100) : h.tokens(a.N, h.dim('v'));
     const Values<floatX> values = {h.dim('p'), h.seed}, initial = {100, h.seed};
     const auto first = [=](long long r) { return (double)(float)values[r * C]; };
     a.inp = h.input(values, a.N * C);
@@ -252,22 +262,24 @@ void planted_race(Harness &h) {
         [=](Expected &row, long long r) {
             row.value[0] = (a.overwrite ? 0 : (float)initial[r]) + (a.overwrite || r % 2 == 0 ? first(r) : 0);
         },
-        a.overwrite ? nullptr : &initial);
+        a.overwrite ? nullptr : &initial, h.flag("--used-up"));
     a.workspace = (char *)h.workspace(SCRATCH);
     a.no_workspace = (char *)h.workspace(0);
     h.skip = [](int version) {
         const char *skipped = getenv("PLANTED_SKIP");
         return skipped && strstr(skipped, (" " + std::to_string(version) + " ").c_str()) ? "it is not to \"run\"" : "";
     };
+    if (a.overwrite && h.flag("--used-up")) h.refuse(EXIT_BAD_INPUT, "--used-up: not with --overwrite");
     if (a.overwrite && h.choice("--grad-dtype") == "fp32") {
         h.refuse(EXIT_BAD_INPUT, "--overwrite: not with --grad-dtype fp32");
     }
-    h.bytes = (double)h.distinct_tokens();
-    h.flops = h.choice("--grad-dtype") == "fp32";
+    h.bytes = (h.flag("--targets") ? 0.0 : (double)h.distinct_tokens()) + h.number("--more-bytes");
+    h.flops = (h.choice("--grad-dtype") == "fp32") + h.number("--more-flops");
     dump(".ids", ids, a.N * sizeof(int));
     dump(".inp", a.inp, a.N * C * sizeof(floatX));
     h.race(planted_versions<floatX>,
            [=](Planted<floatX> launch, int block_size, cudaStream_t stream) { return launch(a, block_size, stream); });
+    dump(".total", a.total, a.N * sizeof(floatX));
 }
 
 int main(int argc, char **argv) {
@@ -275,7 +287,11 @@ int main(int argc, char **argv) {
     Harness h("planted", "faults for the harness to find",
               {{'b', "B", 2, 2}, {'t', "T", 64, 64}, {'c', "C", 40, 40}, {'v', "V", 100, 100}, {'p', "P", 1, 1}},
               {{"--grad-dtype", {"same", "fp32"}, "changes nothing but the operations reported"},
-               {"--overwrite", {}, "the total is not added to"}});
+               {"--overwrite", {}, "the total is not added to"},
+               {"--used-up", {}, "the total is put back before each cold run"},
+               {"--targets", {}, "ids are targets, each third of which is to be ignored"}},
+              {{"--more-bytes", 0, -10.5, 1e6, "changes nothing but the bytes reported"},
+               {"--more-flops", 2, 0, 100, "changes nothing but the operations reported", true}});
     return h.main(argc, argv, planted_versions<float>, planted_race<float>, planted_race<half>,
                   planted_race<__nv_bfloat16>);
 }
