@@ -382,10 +382,11 @@ __device__ void zero_columns128(floatX *row, unsigned begin, unsigned end) {
 // are left to single threads. Where dlogits or probs lie differently from the logits, the second pass goes by elements.
 //
 // reverse: kernel 4. A block reads its row from the end to the beginning, then goes over it from the beginning on: what
-// it came by last, it needs first, so that a part of the row is still in the cache even where all of it doesn't fit (a
-// cache that holds 60% of what is read in a circle hits nothing; read to and fro, it saves 60% of the second read). The
-// second read and the writes are streaming: nobody needs them again here, so they don't drive out what others will
-// read a second time. Both are from llm.c's fused_classifier, which was the first to do so.
+// it came by last, it needs first. So a part of the row is still in the cache even where all of it doesn't fit: one
+// that drops what was used longest ago and holds 60% of the row has none of it when the second pass begins where the
+// first one did, and 60% when it begins where that one ended. The second read and the writes are streaming: nobody
+// needs them again here, so they don't drive out what others will read a second time. Both are ideas of llm.c's
+// fused_classifier.
 template <typename floatX, bool softcap, bool extras, bool reverse>
 __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArguments<floatX> args) {
     typedef Packed128<floatX> x128;
@@ -443,8 +444,8 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
 // and if neither is wanted the row is not read. Any other target outside 0..V-1: loss NaN, gradient NaN in columns
 // 0..V-1, not correct, and status (one status word that the caller set to STATUS_OK, or null) says which such row came
 // first. A logit of -inf has probability 0. A row that holds a NaN, +inf or nothing but -inf (or V = 0): its lse, loss,
-// probabilities and gradient are NaN; with a softcap infinities are +-softcap instead. Where one is
-// NaN, none is the largest.
+// probabilities and gradient are NaN; with a softcap infinities are +-softcap instead. Where one logit is NaN, none is
+// the largest.
 //
 // block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for
 // P < V, a negative size or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an
