@@ -15,6 +15,8 @@ version 1  warp: a warp a row: the largest logit and the sum in one read, then a
 version 2  block: a block a row, so that fewer rows are on their way and more of the second reads meet the L2
 version 3  x128: a thread 16 bytes, from the first multiple of 16 in the row on
 version 4  reverse: the first read runs backwards, so that the second one begins with what came last
+version 5  staged: a row is read once: it waits in shared memory (of a cluster, if it is long) for its gradient, while
+           the next row arrives
 
 Compile:  nvcc -O3 -arch=native classifier_fused.cu -o classifier_fused
 Run:      ./classifier_fused           the fastest version
@@ -23,6 +25,9 @@ Run:      ./classifier_fused           the fastest version
           ./classifier_fused --help
 */
 #include "common.h"
+
+#include <cooperative_groups.h>
+#include <cuda/ptx>
 
 #include <cfloat>
 #include <cmath>
@@ -101,10 +106,10 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
 constexpr float LOG2E = 1.44269504f;
 
 // The launcher's arguments, and the constants that the options come to: z = value * size, where value is the logit, its
-// sign turned if logit_scale is negative, or tanh of it. So the largest value is that of the largest z, and a scale
-// costs nothing: exp(z - max) is the power of two of (value - max) * (size * log2(e)). The difference comes first,
-// since it is exact where it matters: with a multiply-add it would be short of max's rounding, and that may be
-// anything.
+// sign turned if logit_scale is negative (in kernels with extras), or tanh of it. So the largest value is that of the
+// largest z, and a scale costs nothing: exp(z - max) is the power of two of (value - max) * (size * log2(e)). The
+// difference comes first, since it is exact where it matters: with a multiply-add it would be short of max's rounding,
+// and that may be anything.
 template <typename floatX>
 struct ClassifierArguments {
     floatX *dlogits;
@@ -126,15 +131,15 @@ struct ClassifierArguments {
 // With a softcap, tanh(u) and its slope 1 - tanh(u)^2, from e = exp(-2|u|), which no u makes overflow. tanh is off by
 // two roundings of a number near 1 whatever u is. The slope is 4e / (1+e)^2: no difference of numbers that are almost
 // equal.
-template <bool softcap, typename floatX>
+template <bool softcap, bool extras, typename floatX>
 __device__ float value_and_slope(float x, const ClassifierArguments<floatX> &args, float *slope) {
     if constexpr (softcap) {
-        const float e = exp2f(-fabsf(args.inner * x)), r = __fdividef(1.0f, 1.0f + e);
+        const float e = fast_exp2(-fabsf(args.inner * x)), r = __fdividef(1.0f, 1.0f + e);
         *slope = 4.0f * e * r * r;
         return copysignf((1.0f - e) * r, args.inner * x);
     } else {
         *slope = 1.0f;
-        return args.sign * x;
+        return extras ? args.sign * x : x;
     }
 }
 
@@ -152,23 +157,33 @@ struct ClassifierTarget {
     __device__ bool second_pass() const { return (dlogits && !ignored) || probs; }
 };
 
-template <bool softcap, typename floatX>
-__device__ ClassifierTarget<floatX> find_target(const ClassifierArguments<floatX> &args, long long row) {
+// All but the target's logit.
+template <typename floatX>
+__device__ ClassifierTarget<floatX> describe_target(const ClassifierArguments<floatX> &args, long long row,
+                                                    int target) {
     ClassifierTarget<floatX> t = {};
     t.logits = args.logits + row * args.P;
     t.dlogits = args.dlogits ? args.dlogits + row * args.P : nullptr;
     t.probs = args.probs ? args.probs + row * args.P : nullptr;
-    const int target = args.targets[row];
     t.ignored = target == args.options.ignore_index;
     t.bad = !t.ignored && (unsigned)target >= args.V;
     const bool good = !t.ignored && !t.bad;
     t.read = args.lse || args.probs || (good && (args.dlogits || args.losses || args.correct));
     t.index = good ? (unsigned)target : UINT32_MAX;
-    if (good && t.read) {
-        t.x = (float)t.logits[target];
-        t.value = value_and_slope<softcap>(t.x, args, &t.slope);
-        t.origin = isfinite(t.value) ? t.value : 0.0f;
-    }
+    return t;
+}
+
+template <bool softcap, bool extras, typename floatX>
+__device__ void set_logit(ClassifierTarget<floatX> &t, const ClassifierArguments<floatX> &args, float x) {
+    t.x = x;
+    t.value = value_and_slope<softcap, extras>(x, args, &t.slope);
+    t.origin = isfinite(t.value) ? t.value : 0.0f;
+}
+
+template <bool softcap, bool extras, typename floatX>
+__device__ ClassifierTarget<floatX> find_target(const ClassifierArguments<floatX> &args, long long row) {
+    ClassifierTarget<floatX> t = describe_target(args, row, args.targets[row]);
+    if (t.index < args.V && t.read) set_logit<softcap, extras>(t, args, (float)t.logits[t.index]);
     return t;
 }
 
@@ -181,29 +196,45 @@ struct Seen {
     bool beaten = false;
 };
 
-template <bool softcap, bool extras, typename floatX, int width>
-__device__ void see(Seen &seen, const Packed<floatX, width> &x, unsigned column, const ClassifierTarget<floatX> &target,
-                    const ClassifierArguments<floatX> &args) {
-    float value[width], slope, largest = -FLT_MAX, part = 0;
+// Sees `count` vectors, whose first columns are `stride` apart; `some`: only the first `valid` of them.
+template <bool softcap, bool extras, bool some, typename floatX, int width, int count>
+__device__ void see(Seen &seen, const Packed<floatX, width> (&x)[count], unsigned valid, unsigned column,
+                    unsigned stride, const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
+    float value[count][width], part[count], slope, largest = -FLT_MAX;
 #pragma unroll
-    for (int k = 0; k < width; k++) {
-        value[k] = value_and_slope<softcap>((float)x[k], args, &slope);
-        largest = fmaxf(largest, value[k]);
+    for (int u = 0; u < count; u++) {
+        to_floats(value[u], x[u]);
+#pragma unroll
+        for (int k = 0; k < width; k++) {
+            const float mine = args.sign * value[u][k], best = args.sign * target.x;
+            value[u][k] = value_and_slope<softcap, extras>(value[u][k], args, &slope);
+            if (some && u >= (int)valid) value[u][k] = -INFINITY;  // adds nothing
+            largest = fmaxf(largest, value[u][k]);
+            if (extras && !(some && u >= (int)valid)) {
+                seen.excess += value[u][k] - target.origin;
+                const bool behind = column + u * stride + k >= target.index;
+                if (!(mine < best || (mine == best && behind))) seen.beaten = true;
+            }
+        }
     }
     if (largest > seen.max) {
-        seen.sum *= exp2f((seen.max - largest) * args.power);
+        seen.sum *= fast_exp2((seen.max - largest) * args.power);
         seen.max = largest;
     }
 #pragma unroll
-    for (int k = 0; k < width; k++) {
-        part += exp2f((value[k] - seen.max) * args.power);
-        if (extras) {
-            seen.excess += value[k] - target.origin;
-            const float mine = args.sign * (float)x[k], best = args.sign * target.x;
-            if (!(mine < best || (mine == best && column + k >= target.index))) seen.beaten = true;
-        }
+    for (int u = 0; u < count; u++) {
+        part[u] = 0;
+#pragma unroll
+        for (int k = 0; k < width; k++) part[u] += fast_exp2((value[u][k] - seen.max) * args.power);
     }
-    seen.sum += part;
+#pragma unroll
+    for (int u = 0; u < count; u++) seen.sum += part[u];
+}
+template <bool softcap, bool extras, typename floatX, int width>
+__device__ void see(Seen &seen, const Packed<floatX, width> &x, unsigned column, const ClassifierTarget<floatX> &target,
+                    const ClassifierArguments<floatX> &args) {
+    const Packed<floatX, width> one[1] = {x};
+    see<softcap, extras, false>(seen, one, 1, column, 0, target, args);
 }
 
 // What all lanes of a warp, or all threads of a block, have seen together; each gets the same bits.
@@ -211,7 +242,7 @@ template <bool extras>
 __device__ Seen warp_merge(const Seen &seen, float power) {
     Seen all;
     all.max = warp_reduce_max(seen.max);
-    all.sum = warp_reduce_sum(seen.sum * exp2f((seen.max - all.max) * power));
+    all.sum = warp_reduce_sum(seen.sum * fast_exp2((seen.max - all.max) * power));
     if (extras) {
         all.excess = warp_reduce_sum(seen.excess);
         all.beaten = __any_sync(0xffffffffu, seen.beaten);
@@ -222,7 +253,7 @@ template <bool extras>
 __device__ Seen block_merge(const Seen &seen, float power) {
     Seen all;
     all.max = block_reduce_max(seen.max);
-    all.sum = block_reduce_sum(seen.sum * exp2f((seen.max - all.max) * power));
+    all.sum = block_reduce_sum(seen.sum * fast_exp2((seen.max - all.max) * power));
     if (extras) {
         all.excess = block_reduce_sum(seen.excess);
         all.beaten = __syncthreads_or(seen.beaten);
@@ -262,40 +293,47 @@ __device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args
     g.a = target.bad ? NAN : unit * (o.z_loss != 0 ? 1 + 2 * o.z_loss * lse : 1.0f) * g.to_p;
     g.b = unit * (o.label_smoothing / args.V);
     g.at_target = target.slope *
-                  fmaf(g.a, exp2f((target.value - seen.max) * args.power), -(unit * (1 - o.label_smoothing) + g.b));
+                  fmaf(g.a, fast_exp2((target.value - seen.max) * args.power), -(unit * (1 - o.label_smoothing) + g.b));
     return g;
 }
 
 // The second pass for `width` columns. An ignored row's dlogits are left to zero_columns().
-template <bool softcap, bool streaming, typename floatX, int width>
+template <bool softcap, bool extras, bool streaming, typename floatX, int width>
 __device__ void write_columns(const Packed<floatX, width> &x, unsigned column, const ClassifierTarget<floatX> &target,
                               const ClassifierGradient &g, const ClassifierArguments<floatX> &args) {
-    Packed<floatX, width> d, p;
+    float e[width], d[width];
+    to_floats(e, x);
 #pragma unroll
     for (int k = 0; k < width; k++) {
         float slope;
-        const float value = value_and_slope<softcap>((float)x[k], args, &slope);
-        const float e = exp2f((value - g.max) * args.power);
-        p[k] = (floatX)(e * g.to_p);
-        d[k] = (floatX)(slope * fmaf(g.a, e, -g.b));
+        e[k] = fast_exp2((value_and_slope<softcap, extras>(e[k], args, &slope) - g.max) * args.power);
+        d[k] = slope * fmaf(g.a, e[k], -g.b);
     }
-    if (target.index - column < width) {  // one vector of the row
-#pragma unroll
-        for (int k = 0; k < width; k++) {
-            if (target.index == column + k) d[k] = (floatX)g.at_target;
-        }
-    }
-    auto store = [](floatX *address, const Packed<floatX, width> &value) {
-        streaming ? store_packed_cs(address, value) : store_packed(address, value);
+    auto store = [&](floatX *row, const float(&values)[width]) {
+        const auto packed = from_floats<floatX>(values);
+        streaming ? store_packed_cs(row + column, packed) : store_packed(row + column, packed);
     };
-    if (target.dlogits && !target.ignored) store(target.dlogits + column, d);
-    if (target.probs) store(target.probs + column, p);
+    if (target.dlogits && !target.ignored) {
+        store(target.dlogits, d);
+        // The same thread's second store to one element of the row: that costs less than a look at each.
+        if (target.index - column < width) target.dlogits[target.index] = (floatX)g.at_target;
+    }
+    if (target.probs) {
+#pragma unroll
+        for (int k = 0; k < width; k++) e[k] *= g.to_p;
+        store(target.probs, e);
+    }
 }
 
-// Columns begin..end-1 of a row, unless that is null, become 0: padding, and all of an ignored row's gradient.
+// Columns begin..end-1 of a row, unless that is null. Zeros: padding, and all of an ignored row's gradient.
+template <typename floatX>
+__device__ void fill_columns(floatX *row, unsigned begin, unsigned end, float value, unsigned thread,
+                             unsigned threads) {
+    for (unsigned j = begin + thread; row && j < end; j += threads) row[j] = (floatX)value;
+}
 template <typename floatX>
 __device__ void zero_columns(floatX *row, unsigned begin, unsigned end, unsigned thread, unsigned threads) {
-    for (unsigned j = begin + thread; row && j < end; j += threads) row[j] = (floatX)0.0f;
+    fill_columns(row, begin, end, 0.0f, thread, threads);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -311,7 +349,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArgum
     const unsigned lane = threadIdx.x % WARP_SIZE;
     const long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / WARP_SIZE;
     if (row >= args.N) return;
-    const ClassifierTarget<floatX> target = find_target<softcap>(args, row);
+    const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
     Seen seen;
     for (unsigned j = lane; target.read && j < args.V; j += WARP_SIZE) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
@@ -320,7 +358,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArgum
     const ClassifierGradient g = finish_row<extras>(args, row, target, seen, lane == 0);
     __syncwarp();  // no lane overwrites the target's logit before all have read it
     for (unsigned j = lane; target.second_pass() && j < args.V; j += WARP_SIZE) {
-        write_columns<softcap, false>(load_packed<one>(target.logits + j), j, target, g, args);
+        write_columns<softcap, extras, false>(load_packed<one>(target.logits + j), j, target, g, args);
     }
     zero_columns(target.dlogits, target.ignored ? 0 : args.V, args.P, lane, WARP_SIZE);
     zero_columns(target.probs, args.V, args.P, lane, WARP_SIZE);
@@ -333,7 +371,7 @@ template <typename floatX, bool softcap, bool extras>
 __global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArguments<floatX> args) {
     typedef Packed<floatX, 1> one;
     const long long row = blockIdx.x;
-    const ClassifierTarget<floatX> target = find_target<softcap>(args, row);
+    const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
     Seen seen;
     for (unsigned j = threadIdx.x; target.read && j < args.V; j += blockDim.x) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
@@ -342,7 +380,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArgum
         seen, args.power);  // its barriers: no thread overwrites the target's logit before all have read it
     const ClassifierGradient g = finish_row<extras>(args, row, target, seen, threadIdx.x == 0);
     for (unsigned j = threadIdx.x; target.second_pass() && j < args.V; j += blockDim.x) {
-        write_columns<softcap, false>(load_packed<one>(target.logits + j), j, target, g, args);
+        write_columns<softcap, extras, false>(load_packed<one>(target.logits + j), j, target, g, args);
     }
     zero_columns(target.dlogits, target.ignored ? 0 : args.V, args.P, threadIdx.x, blockDim.x);
     zero_columns(target.probs, args.V, args.P, threadIdx.x, blockDim.x);
@@ -361,6 +399,14 @@ struct Cut {
         tail = head + vectors * size;
     }
 };
+
+// Whether what is 16 bytes in the logits is so in the results as well.
+template <typename floatX>
+__device__ bool same_alignment(const ClassifierTarget<floatX> &t) {
+    const uintptr_t logits = (uintptr_t)t.logits;
+    return (!t.dlogits || ((uintptr_t)t.dlogits - logits) % 16 == 0) &&
+           (!t.probs || ((uintptr_t)t.probs - logits) % 16 == 0);
+}
 
 // zero_columns by a block, 16 bytes a thread.
 template <typename floatX>
@@ -392,7 +438,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
     typedef Packed128<floatX> x128;
     typedef Packed<floatX, 1> one;
     const long long row = blockIdx.x;
-    const ClassifierTarget<floatX> target = find_target<softcap>(args, row);
+    const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
     const Cut cut(target.logits, args.V);
     Seen seen;
     auto see_one = [&](unsigned j) {
@@ -409,17 +455,15 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
     seen = block_merge<extras>(seen, args.power);
     const ClassifierGradient g = finish_row<extras>(args, row, target, seen, threadIdx.x == 0);
     auto write_one = [&](unsigned j) {
-        write_columns<softcap, reverse>(load_packed<one>(target.logits + j), j, target, g, args);
+        write_columns<softcap, extras, reverse>(load_packed<one>(target.logits + j), j, target, g, args);
     };
     if (target.second_pass()) {
-        const bool alike = (!target.dlogits || ((uintptr_t)target.dlogits - (uintptr_t)target.logits) % 16 == 0) &&
-                           (!target.probs || ((uintptr_t)target.probs - (uintptr_t)target.logits) % 16 == 0);
-        if (alike) {
+        if (same_alignment(target)) {
             if (threadIdx.x < cut.head) write_one(threadIdx.x);
             for (unsigned n = threadIdx.x; n < cut.vectors; n += blockDim.x) {
                 const unsigned j = cut.head + n * x128::size;
                 const x128 x = reverse ? load128cs(target.logits + j) : load128(target.logits + j);
-                write_columns<softcap, reverse>(x, j, target, g, args);
+                write_columns<softcap, extras, reverse>(x, j, target, g, args);
             }
             if (cut.tail + threadIdx.x < args.V) write_one(cut.tail + threadIdx.x);
         } else {
@@ -429,6 +473,275 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
     if (target.ignored && target.probs) __syncthreads();  // all have read what others now make 0
     zero_columns128(target.dlogits, target.ignored ? 0 : args.V, args.P);
     zero_columns128(target.probs, args.V, args.P);
+}
+
+// A row is read once: it waits in shared memory from its arrival to its gradient, in a ring of chunks, and the parts of
+// the work go on at the same time, each on a row of its own. One thread has chunks copied into the ring, in bulk, as
+// soon as they are free. Half of the warps, the readers, look at chunks as they land and tell the writers what they
+// have seen; the writers wait for that, go over the same chunks and free them. So while one row is written, the next
+// one is seen and the one after it arrives. A row that is too long for a block is cut among the blocks of a cluster,
+// whose readers tell all of the cluster's writers through distributed shared memory. Blocks stay and take row after
+// row.
+//
+// What is left is DRAM: without any arithmetic the kernel is no faster (H200). Hence:
+// - Arriving lines are marked evict_last. The gradient comes to the same place soon, and if the line is still in the L2
+//   then, reads and writes disturb each other less: 91% of the copy rate become 94% (V = 50257), 91% become 96%
+//   (128256). Once written, a line is as any other: a flush finds none of them (tried with the persisting lines reset
+//   before each run). Evict_first costs 5%. The writes are streaming; as plain ones they cost 4%.
+// - What the readers saw goes by st.async, which brings its own bytes to the barrier. With a plain store and an arrival
+//   that releases at cluster scope, each row paid 2 us: such a fence waits for all stores to global memory.
+// - A ring that holds about 1.5 rows at least. Rows spread over more blocks are fewer streams for DRAM, but each block
+//   has the cost of a row, about 0.4 us of reductions, for a smaller share.
+struct Staging {
+    unsigned readers, writers;  // warps
+    unsigned chunk;             // vectors
+    unsigned stages;            // chunks in the ring
+    unsigned depth;             // rows that messages are kept of: as many as a reader may be ahead of any writer
+};
+constexpr unsigned STAGED_THREADS = 800;  // at most: 12 warps of readers and of writers, and 80 registers a thread
+constexpr unsigned VECTORS = 4;           // of a chunk, for a thread, at most
+
+struct Ring {
+    unsigned slot = 0, phase = 0;
+    __device__ void next(unsigned slots) {
+        if (++slot == slots) slot = 0, phase ^= 1;
+    }
+};
+
+__device__ inline void wait_for(uint64_t *barrier, unsigned phase) {
+    while (!cuda::ptx::mbarrier_try_wait_parity(barrier, phase)) {
+    }
+}
+
+// A bulk copy whose lines the L2 keeps longer than others.
+__device__ inline void bulk_load_kept(void *to, const void *from, unsigned bytes, uint64_t *barrier) {
+#ifdef __CUDA_ARCH__
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"((unsigned)__cvta_generic_to_shared(to)),
+        "l"(from), "r"(bytes), "r"((unsigned)__cvta_generic_to_shared(barrier)), "l"(policy)
+        : "memory");
+#else
+    cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, to, from, bytes, barrier);
+#endif
+}
+
+// The dynamic shared memory: the ring, what the readers of each row's warps have seen, and the barriers.
+struct StagedMemory {
+    uint4 *ring;
+    Seen *told;           // (depth, ranks, readers)
+    uint64_t *full;       // (stages): the chunk has landed
+    uint64_t *empty;      // (stages): the writers are done with it
+    uint64_t *row_told;   // (depth): all readers have told
+    float *target_logit;  // (depth)
+
+    __host__ __device__ StagedMemory(void *shared, const Staging &plan, unsigned ranks) {
+        ring = (uint4 *)shared;
+        told = (Seen *)(ring + (size_t)plan.stages * plan.chunk);
+        full = (uint64_t *)(told + plan.depth * ranks * plan.readers);
+        empty = full + plan.stages;
+        row_told = empty + plan.stages;
+        target_logit = (float *)(row_told + plan.depth);
+    }
+    static size_t bytes(const Staging &plan, unsigned ranks) {
+        char *const begin = (char *)1024;
+        return (char *)(StagedMemory(begin, plan, ranks).target_logit + plan.depth) - begin;
+    }
+};
+
+// Up to 14 elements of a row lie before and behind its vectors: a lane each. Returns the lane's column, or V.
+__device__ inline unsigned edge_column(const Cut &cut, unsigned lane, unsigned V) {
+    return lane < cut.head ? lane : min(cut.tail + lane - cut.head, V);
+}
+
+template <typename floatX, bool softcap, bool extras>
+__global__ void __launch_bounds__(STAGED_THREADS, 1)
+    classifier_fused_kernel5(ClassifierArguments<floatX> args, Staging plan) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    namespace ptx = cuda::ptx;
+    typedef Packed128<floatX> x128;
+    typedef Packed<floatX, 1> one;
+    extern __shared__ uint4 shared[];
+    const auto cluster = cooperative_groups::this_cluster();
+    const unsigned rank = cluster.block_rank(), ranks = cluster.num_blocks();
+    const unsigned lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const StagedMemory memory(shared, plan, ranks);
+    if (threadIdx.x == 0) {
+        for (unsigned i = 0; i < plan.stages; i++) {
+            ptx::mbarrier_init(&memory.full[i], 1);
+            ptx::mbarrier_init(&memory.empty[i], plan.writers);
+        }
+        for (unsigned i = 0; i < plan.depth; i++) ptx::mbarrier_init(&memory.row_told[i], 1);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    cluster.sync();
+
+    // Row after row; the block has every ranks-th chunk of each. Targets and what they lead to are asked for a row
+    // ahead.
+    const long long first = blockIdx.x / ranks, step = gridDim.x / ranks;
+    const unsigned begin = rank * plan.chunk, stride = ranks * plan.chunk;
+    auto target_at = [&](long long row) { return row < args.N ? args.targets[row] : 0; };
+    int next_id = target_at(first);
+    Ring ring, line;
+    if (warp == plan.readers + plan.writers) {
+        for (long long row = first; lane == 0 && row < args.N; row += step) {
+            const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
+            next_id = target_at(row + step);
+            const Cut cut(target.logits, args.V);
+            for (unsigned v = begin; target.read && v < cut.vectors; v += stride) {
+                uint64_t *const full = &memory.full[ring.slot];
+                const unsigned bytes = min(plan.chunk, cut.vectors - v) * 16;
+                wait_for(&memory.empty[ring.slot], ring.phase ^ 1);
+                ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full, bytes);
+                bulk_load_kept(memory.ring + ring.slot * plan.chunk, target.logits + cut.head + (size_t)v * x128::size,
+                               bytes, full);
+                ring.next(plan.stages);
+            }
+        }
+    } else if (warp < plan.readers) {
+        const unsigned threads = plan.readers * WARP_SIZE;
+        const bool has_edges = rank == 0 && warp == 0;
+        floatX next_logit = (floatX)0.0f, next_edge = (floatX)0.0f;  // as they are in memory: nobody waits for them yet
+        auto fetch = [&](long long row, int id) {
+            if (row >= args.N) return;
+            const ClassifierTarget<floatX> target = describe_target(args, row, id);
+            if (!target.read) return;
+            if (target.index < args.V) next_logit = target.logits[target.index];
+            const unsigned column = edge_column(Cut(target.logits, args.V), lane, args.V);
+            if (has_edges && column < args.V) next_edge = target.logits[column];
+        };
+        fetch(first, next_id);
+        int id_after = target_at(first + step);
+        for (long long row = first; row < args.N; row += step) {
+            ClassifierTarget<floatX> target = describe_target(args, row, next_id);
+            const float logit = (float)next_logit;
+            const one edge = {{next_edge}};
+            next_id = id_after;
+            id_after = target_at(row + 2 * step);
+            fetch(row + step, next_id);
+            if (!target.read) continue;
+            if (target.index < args.V) set_logit<softcap, extras>(target, args, logit);
+            const Cut cut(target.logits, args.V);
+            Seen seen;
+            const unsigned column = edge_column(cut, lane, args.V);
+            if (has_edges && column < args.V) see<softcap, extras>(seen, edge, column, target, args);
+            for (unsigned v = begin; v < cut.vectors; v += stride) {
+                const unsigned count = min(plan.chunk, cut.vectors - v);
+                const unsigned valid = threadIdx.x < count ? (count - threadIdx.x - 1) / threads + 1 : 0;
+                const uint4 *const chunk = memory.ring + ring.slot * plan.chunk + threadIdx.x;
+                const unsigned j = cut.head + (v + threadIdx.x) * x128::size, apart = threads * x128::size;
+                x128 x[VECTORS] = {};
+                wait_for(&memory.full[ring.slot], ring.phase);
+#pragma unroll
+                for (unsigned u = 0; u < VECTORS; u++) {
+                    if (u < valid) x[u] = load_packed<x128>((const floatX *)(chunk + u * threads));
+                }
+                if (valid == VECTORS) {
+                    see<softcap, extras, false>(seen, x, valid, j, apart, target, args);
+                } else {
+                    see<softcap, extras, true>(seen, x, valid, j, apart, target, args);
+                }
+                ring.next(plan.stages);
+            }
+            seen = warp_merge<extras>(seen, args.power);
+            if (threadIdx.x == 0) {
+                const unsigned bytes = ranks * plan.readers * sizeof(Seen) + sizeof(float);
+                ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
+                                               &memory.row_told[line.slot], bytes);
+            }
+            if (lane < ranks) {  // a lane tells a block
+                int words[4];
+                memcpy(words, &seen, sizeof(words));
+                uint64_t *const barrier = cluster.map_shared_rank(&memory.row_told[line.slot], lane);
+                Seen *const place = &memory.told[(line.slot * ranks + rank) * plan.readers + warp];
+                ptx::st_async((int *)cluster.map_shared_rank(place, lane), words, barrier);
+                float *const x = cluster.map_shared_rank(&memory.target_logit[line.slot], lane);
+                if (has_edges) ptx::st_async(x, logit, barrier);
+            }
+            line.next(plan.depth);
+        }
+    } else {
+        const unsigned me = threadIdx.x - plan.readers * WARP_SIZE, threads = plan.writers * WARP_SIZE;
+        const bool has_edges = rank == 0 && me < WARP_SIZE, leader = rank == 0 && me == 0;
+        for (long long row = first; row < args.N; row += step) {
+            ClassifierTarget<floatX> target = describe_target(args, row, next_id);
+            next_id = target_at(row + step);
+            const Cut cut(target.logits, args.V);
+            Seen seen;
+            one edge = {};
+            const unsigned column = edge_column(cut, lane, args.V);
+            if (target.read) {
+                if (has_edges && column < args.V) edge = load_packed<one>(target.logits + column);
+                wait_for(&memory.row_told[line.slot], line.phase);
+                for (unsigned i = lane; i < ranks * plan.readers; i += WARP_SIZE) {
+                    const Seen other = memory.told[line.slot * ranks * plan.readers + i];
+                    const float largest = fmaxf(seen.max, other.max);
+                    seen.sum = seen.sum * fast_exp2((seen.max - largest) * args.power) +
+                               other.sum * fast_exp2((other.max - largest) * args.power);
+                    seen.max = largest;
+                    seen.excess += other.excess;
+                    seen.beaten |= other.beaten;
+                }
+                seen = warp_merge<extras>(seen, args.power);
+                if (target.index < args.V) set_logit<softcap, extras>(target, args, memory.target_logit[line.slot]);
+                line.next(plan.depth);
+            }
+            const ClassifierGradient g = finish_row<extras>(args, row, target, seen, leader);
+            // Of a row that is not read, the gradient is the same all over.
+            const bool zeros = target.ignored && target.dlogits;
+            const float all_over = target.ignored ? 0.0f : (float)NAN;
+            if (!target.read) {
+                fill_columns(target.dlogits, 0, args.V, all_over, rank * threads + me, ranks * threads);
+            } else {
+                const bool alike = same_alignment(target);
+                auto write = [&](const x128 &x, unsigned j) {
+                    x128 nothing = {};
+                    for (int k = 0; k < x128::size; k++) nothing[k] = (floatX)0.0f;
+                    if (alike) {
+                        if (target.second_pass()) write_columns<softcap, extras, true>(x, j, target, g, args);
+                        if (zeros) store128cs(target.dlogits + j, nothing);
+                    } else {
+                        for (int k = 0; k < x128::size; k++) {
+                            write_columns<softcap, extras, true>(one{{x[k]}}, j + k, target, g, args);
+                            if (zeros) target.dlogits[j + k] = (floatX)0.0f;
+                        }
+                    }
+                };
+                if (has_edges && column < args.V) {
+                    write_columns<softcap, extras, true>(edge, column, target, g, args);
+                    if (zeros) target.dlogits[column] = (floatX)0.0f;
+                }
+                for (unsigned v = begin; v < cut.vectors; v += stride) {
+                    const unsigned count = min(plan.chunk, cut.vectors - v);
+                    const uint4 *const chunk = memory.ring + ring.slot * plan.chunk + me;
+                    x128 x[VECTORS] = {};
+                    wait_for(&memory.full[ring.slot], ring.phase);
+#pragma unroll
+                    for (unsigned u = 0; u < VECTORS; u++) {
+                        if (me + u * threads < count) x[u] = load_packed<x128>((const floatX *)(chunk + u * threads));
+                    }
+                    __syncwarp();
+                    uint64_t *const empty = &memory.empty[ring.slot];
+                    if (lane == 0) ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, empty);
+                    ring.next(plan.stages);
+                    if (!target.second_pass() && !zeros) continue;
+#pragma unroll
+                    for (unsigned u = 0; u < VECTORS; u++) {
+                        const unsigned i = me + u * threads;
+                        if (i < count) write(x[u], cut.head + (v + i) * x128::size);
+                    }
+                }
+            }
+            if (rank == 0) {
+                zero_columns(target.dlogits, args.V, args.P, me, threads);
+                zero_columns(target.probs, args.V, args.P, me, threads);
+            }
+        }
+    }
+    cluster.sync();  // nobody leaves while others may tell it something
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -467,7 +780,7 @@ cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX
     if (N < 0 || V < 0 || P < V || !valid_options(options)) return cudaErrorInvalidValue;
     if (N == 0) return cudaSuccess;
     const float scale = options.logit_scale, cap = options.softcap;
-    const bool softcap = cap > 0, extras = options.label_smoothing > 0 || correct != nullptr;
+    const bool softcap = cap > 0, extras = options.label_smoothing > 0 || correct || scale <= 0;
     ClassifierArguments<floatX> args = {dlogits, losses, lse, probs,       correct,     logits,  targets,
                                         dlosses, status, N,   (unsigned)V, (unsigned)P, options, 0,
                                         0,       0,      0};
@@ -477,9 +790,14 @@ cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX
     args.inner = softcap ? 2 * LOG2E * (scale / cap) : 0.0f;
     const std::true_type yes;
     const std::false_type no;
-    softcap  ? extras ? launch(args, yes, yes) : launch(args, yes, no)
-     : extras ? launch(args, no, yes)
-             : launch(args, no, no);
+    return softcap  ? extras ? launch(args, yes, yes) : launch(args, yes, no)
+            : extras ? launch(args, no, yes)
+                    : launch(args, no, no);
+}
+
+template <bool softcap, bool extras, typename floatX>
+cudaError_t launch_reverse(const ClassifierArguments<floatX> &args, int block_size, cudaStream_t stream) {
+    classifier_fused_kernel3<floatX, softcap, extras, true><<<args.N, block_size, 0, stream>>>(args);
     return cudaGetLastError();
 }
 
@@ -493,6 +811,7 @@ cudaError_t classifier_fused1(floatX *dlogits, float *losses, float *lse, floatX
                                  const unsigned grid_size = grid_blocks((long long)N * WARP_SIZE, &block);
                                  classifier_fused_kernel1<floatX, decltype(softcap)::value, decltype(extras)::value>
                                      <<<grid_size, block, 0, stream>>>(args);
+                                 return cudaGetLastError();
                              });
 }
 
@@ -504,6 +823,7 @@ cudaError_t classifier_fused2(floatX *dlogits, float *losses, float *lse, floatX
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
                                  classifier_fused_kernel2<floatX, decltype(softcap)::value, decltype(extras)::value>
                                      <<<N, block_size, 0, stream>>>(args);
+                                 return cudaGetLastError();
                              });
 }
 
@@ -516,6 +836,7 @@ cudaError_t classifier_fused3(floatX *dlogits, float *losses, float *lse, floatX
         [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
             classifier_fused_kernel3<floatX, decltype(softcap)::value, decltype(extras)::value, false>
                 <<<N, block_size, 0, stream>>>(args);
+            return cudaGetLastError();
         });
 }
 
@@ -523,11 +844,80 @@ template <typename floatX>
 cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,
                               int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
+    return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
+                             [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+                                 return launch_reverse<decltype(softcap)::value, decltype(extras)::value>(
+                                     args, block_size, stream);
+                             });
+}
+
+// The plan for rows of so many vectors on blocks that may have `shared` bytes: the fewest blocks a row (1, 2, 4 or 8)
+// that leave the ring a third more than the row; equal chunks for each of them. False if there is none, and for rows
+// of a few KB, which are done before they are worth it.
+inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, int block_size, size_t shared) {
+    const unsigned warps = std::min(std::max(block_size / WARP_SIZE, 3), (int)STAGED_THREADS / WARP_SIZE);
+    plan->writers = writes ? (warps - 1) / 2 : 1;
+    plan->readers = warps - 1 - plan->writers;
+    const unsigned most = (writes ? plan->writers : plan->readers) * WARP_SIZE * VECTORS;
+    if (vectors < 256) return false;
+    *ranks = 1;
+    while (*ranks < 8 && (size_t)vectors * 16 / *ranks > shared * 7 / 10) *ranks *= 2;
+    const unsigned chunks = ceil_div(vectors, *ranks * most);  // a block's of a row
+    plan->chunk = ceil_div(ceil_div(vectors, *ranks * chunks), 8u) * 8;
+    plan->stages = (unsigned)(shared / (plan->chunk * 16));
+    for (; plan->stages > chunks; plan->stages--) {
+        // A reader is ahead of its own block's writers by the rows in the ring, and those ahead of others' by as many.
+        plan->depth = 2 * (plan->stages / std::max(chunks - 1, 1u) + 1) + 2;
+        if (StagedMemory::bytes(*plan, *ranks) <= shared) return true;
+    }
+    return false;
+}
+
+// Shared memory that a block may have; 0 where the kernel was compiled for devices that have no clusters.
+template <typename... Parameters>
+size_t staging_memory(void (*kernel)(Parameters...)) {
+    int device = 0, shared = 0;
+    cudaFuncAttributes about;
+    const bool good = cudaFuncGetAttributes(&about, kernel) == cudaSuccess && about.ptxVersion >= 90 &&
+                      cudaGetDevice(&device) == cudaSuccess &&
+                      cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
+    return good ? (size_t)shared : 0;
+}
+
+// Where there are no clusters (before compute capability 9.0), and for rows that are too long or too short for them,
+// this is version 4.
+template <typename floatX>
+cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
+                              const floatX *logits, const int *targets, const float *dlosses, status_word *status,
+                              int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
     return classifier_launch(
         dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
         [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
-            classifier_fused_kernel3<floatX, decltype(softcap)::value, decltype(extras)::value, true>
-                <<<N, block_size, 0, stream>>>(args);
+            const auto kernel = classifier_fused_kernel5<floatX, decltype(softcap)::value, decltype(extras)::value>;
+            Staging plan;
+            unsigned ranks;
+            int clusters = 0;
+            cudaLaunchAttribute shape;
+            cudaLaunchConfig_t config = {};
+            if (plan_staging(&plan, &ranks, V / Packed128<floatX>::size, dlogits || probs, block_size,
+                             staging_memory(kernel))) {
+                shape.id = cudaLaunchAttributeClusterDimension;
+                shape.val.clusterDim = {ranks, 1, 1};
+                config.attrs = &shape;
+                config.numAttrs = 1;
+                config.stream = stream;
+                config.dynamicSmemBytes = StagedMemory::bytes(plan, ranks);
+                config.blockDim = (plan.readers + plan.writers + 1) * WARP_SIZE;
+                config.gridDim = ranks;
+                cudaError_t error = allow_shared(kernel, config.dynamicSmemBytes);
+                if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+                if (error != cudaSuccess) return error;
+            }
+            if (clusters == 0) {
+                return launch_reverse<decltype(softcap)::value, decltype(extras)::value>(args, block_size, stream);
+            }
+            config.gridDim = std::min((unsigned)clusters, (unsigned)N) * ranks;
+            return cudaLaunchKernelEx(&config, kernel, args, plan);
         });
 }
 
@@ -538,6 +928,8 @@ constexpr Version<ClassifierFused<floatX>> classifier_fused_versions[] = {
     {3, "x128", "a thread 16 bytes", classifier_fused3<floatX>, 512, SAME_AT_A_BLOCK_SIZE},
     {4, "reverse", "two passes in opposite order, so that the second meets the cache", classifier_fused4<floatX>, 512,
      SAME_AT_A_BLOCK_SIZE},
+    {5, "staged", "a row is read once, waits on the chip, and the next one arrives meanwhile",
+     classifier_fused5<floatX>, STAGED_THREADS, SAME_AT_A_BLOCK_SIZE},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -619,9 +1011,9 @@ struct ClassifierSlack {
         sum = exponential + 3 * row.distance + additions;
         lse = sum + 4 * fabs(row.max) + 3 * fabs(row.lse - row.max) + fabs(row.lse);
     }
-    // The last term is the smallest float.
+    // The last term: powers of two below the normal numbers are 0.
     double of_p(double p, double z, const ClassifierRow &row) const {
-        return U * p * (exponential + 3 * (row.max - z) + sum + 4) + 0x1p-148;
+        return U * p * (exponential + 3 * (row.max - z) + sum + 4) + 0x1p-126;
     }
     double of_loss(const ClassifierRow &row, double z_t, const ClassifierOptions &options) const {
         const double to_target = fabs(row.max - z_t), eps = options.label_smoothing;

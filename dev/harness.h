@@ -19,6 +19,7 @@
 #include <exception>
 #include <functional>
 #include <new>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -627,7 +628,7 @@ struct Harness {
         printf("                            (its first B*T ids; as targets, the id after each); default uniform\n");
         printf(
             "  --block-size INT          threads a block, a multiple of 32 up to 1024; default: 32, 64, 128, 256, 512, "
-            "1024\n");
+            "1024\n                            and the one that the library takes\n");
         printf("  --check | --bench         only check, or only time\n");
         printf("  --repeat INT              cold runs a measurement; default: until the median settles, 5 at least\n");
         printf("  --seed INT                of the inputs; default 42\n");
@@ -1029,8 +1030,12 @@ struct Harness {
 
     // The L2 is flushed by writing, as work before this one would leave it: full of dirty lines, whose way back to DRAM
     // this kernel pays for, and it leaves its own behind. Reading instead would flatter every kernel that writes.
+    // Lines that a kernel has marked to be kept (evict_last) become like others first, so that they are flushed too.
     void flush() {
-        if (scratch) cudaCheck(cudaMemsetAsync(scratch, 0, flush_bytes, stream));
+        if (!scratch) return;
+        cudaCheck(cudaStreamSynchronize(stream));
+        cudaCheck(cudaCtxResetPersistingL2Cache());
+        cudaCheck(cudaMemsetAsync(scratch, 0, flush_bytes, stream));
     }
 
     // What the run before used up. The default stream waits for this one, and this one for it.
@@ -1040,9 +1045,9 @@ struct Harness {
         }
     }
 
-    // Milliseconds of `runs` launches, each between two events of its own; all are queued before the first is waited
-    // for, so that the time to issue a launch hides behind the work before it: the flush, where cold. What a launch
-    // uses up is there again for each cold one; hot ones, back to back, go on with what the one before has left.
+    // Milliseconds of `runs` launches, each between two events of its own. The time to issue a launch hides behind the
+    // work before it: the flush where cold, else the launch before. What a launch uses up is there again for each cold
+    // one; hot ones, back to back, go on with what the one before has left.
     template <typename Enqueue>
     std::vector<double> time_runs(int runs, bool cold, Enqueue enqueue) {
         std::vector<cudaEvent_t> events(2 * runs);
@@ -1147,8 +1152,9 @@ struct Harness {
             summary.push_back(record);
             return write_json(record);
         }
-        std::vector<int> sizes = {32, 64, 128, 256, 512, 1024};
-        if (block_size > 0) sizes = {block_size};
+        std::set<int> all_sizes = {32, 64, 128, 256, 512, 1024, row.block_size};
+        if (block_size > 0) all_sizes = {block_size};
+        const std::vector<int> sizes(all_sizes.begin(), all_sizes.end());
         right = do_check ? check_version(sizes, row.reproducible, launch) : try_launches(sizes, launch);
         if (!right) exit_status = EXIT_WRONG;
         if (!right || !do_bench) return write_json(record);
