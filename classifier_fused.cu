@@ -121,25 +121,30 @@ struct ClassifierArguments {
     const float *dlosses;
     status_word *status;
     int N;
-    unsigned V, P;
-    ClassifierOptions options;
-    float size, power;  // the latter is size * log2(e)
-    float sign;         // of logit_scale: 1, -1 or 0
-    float inner;        // with a softcap: exp(2u) = 2^(inner * x), where tanh(u) is wanted
+    unsigned V = 0, P = 0;
+    ClassifierOptions options = {};
+    float size = 0, power = 0;  // the latter is size * log2(e)
+    float sign = 0;             // of logit_scale: 1, -1 or 0
+    float inner = 0;            // with a softcap: exp(2u) = 2^(inner * x), where tanh(u) is wanted
+    float smoothing = 0;        // label_smoothing / V
 };
 
-// With a softcap, tanh(u) and its slope 1 - tanh(u)^2, from e = exp(-2|u|), which no u makes overflow. tanh is off by
-// two roundings of a number near 1 whatever u is. The slope is 4e / (1+e)^2: no difference of numbers that are almost
-// equal.
-template <bool softcap, bool extras, typename floatX>
+// What more there is to do for each element of a row, at compile time: nothing; the sum of the values, for label
+// smoothing; or that, whether any logit beats the target's, and signs.
+enum Extras { NO_EXTRAS, SUM, ALL_EXTRAS };
+
+// With a softcap, tanh(u) = 1 - 2r and its slope 1 - tanh(u)^2, from e = exp(2u) and r = 1 / (1+e). tanh is off by two
+// roundings of a number near 1 whatever u is. The slope is 4e / (1+e)^2: no difference of numbers that are almost
+// equal; e stays so small that its reciprocal is a normal number.
+template <bool softcap, Extras extras, typename floatX>
 __device__ float value_and_slope(float x, const ClassifierArguments<floatX> &args, float *slope) {
     if constexpr (softcap) {
-        const float e = fast_exp2(-fabsf(args.inner * x)), r = __fdividef(1.0f, 1.0f + e);
-        *slope = 4.0f * e * r * r;
-        return copysignf((1.0f - e) * r, args.inner * x);
+        const float e = fast_exp2(fminf(args.inner * x, 125.0f)), r = __fdividef(1.0f, 1.0f + e);
+        *slope = 4.0f * (e * r) * r;
+        return fmaf(-2.0f, r, 1.0f);
     } else {
         *slope = 1.0f;
-        return extras ? args.sign * x : x;
+        return extras == ALL_EXTRAS ? args.sign * x : x;
     }
 }
 
@@ -173,14 +178,14 @@ __device__ ClassifierTarget<floatX> describe_target(const ClassifierArguments<fl
     return t;
 }
 
-template <bool softcap, bool extras, typename floatX>
+template <bool softcap, Extras extras, typename floatX>
 __device__ void set_logit(ClassifierTarget<floatX> &t, const ClassifierArguments<floatX> &args, float x) {
     t.x = x;
     t.value = value_and_slope<softcap, extras>(x, args, &t.slope);
     t.origin = isfinite(t.value) ? t.value : 0.0f;
 }
 
-template <bool softcap, bool extras, typename floatX>
+template <bool softcap, Extras extras, typename floatX>
 __device__ ClassifierTarget<floatX> find_target(const ClassifierArguments<floatX> &args, long long row) {
     ClassifierTarget<floatX> t = describe_target(args, row, args.targets[row]);
     if (t.index < args.V && t.read) set_logit<softcap, extras>(t, args, (float)t.logits[t.index]);
@@ -196,26 +201,47 @@ struct Seen {
     bool beaten = false;
 };
 
-// Sees `count` vectors, whose first columns are `stride` apart; `some`: only the first `valid` of them.
-template <bool softcap, bool extras, bool some, typename floatX, int width, int count>
+// The largest of a vector's elements; 16-bit ones go two an instruction. A NaN is none.
+template <typename T, int width>
+__device__ float largest_of(const Packed<T, width> &x) {
+    if constexpr (sizeof(T) == 2 && width > 1) {
+        decltype(pair_type(T())) most, two;
+        memcpy(&most, &x.payload[0], sizeof(most));
+#pragma unroll
+        for (int k = 2; k < width; k += 2) {
+            memcpy(&two, &x.payload[k], sizeof(two));
+            most = __hmax2(most, two);
+        }
+        return fmaxf((float)most.x, (float)most.y);
+    } else {
+        float most = (float)x[0];
+        for (int k = 1; k < width; k++) most = fmaxf(most, (float)x[k]);
+        return most;
+    }
+}
+
+// Sees `count` vectors, whose first columns are `stride` apart: the first `valid` of them, whatever the others hold.
+template <bool softcap, Extras extras, typename floatX, int width, int count>
 __device__ void see(Seen &seen, const Packed<floatX, width> (&x)[count], unsigned valid, unsigned column,
                     unsigned stride, const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
-    float value[count][width], part[count], slope, largest = -FLT_MAX;
+    float largest = -FLT_MAX, part[count], slope;
 #pragma unroll
     for (int u = 0; u < count; u++) {
-        to_floats(value[u], x[u]);
+        float most;
+        if constexpr (extras == ALL_EXTRAS) {
+            most = -FLT_MAX;
 #pragma unroll
-        for (int k = 0; k < width; k++) {
-            const float mine = args.sign * value[u][k], best = args.sign * target.x;
-            value[u][k] = value_and_slope<softcap, extras>(value[u][k], args, &slope);
-            if (some && u >= (int)valid) value[u][k] = -INFINITY;  // adds nothing
-            largest = fmaxf(largest, value[u][k]);
-            if (extras && !(some && u >= (int)valid)) {
-                seen.excess += value[u][k] - target.origin;
+            for (int k = 0; k < width; k++) {
+                const float mine = args.sign * (float)x[u][k], best = args.sign * target.x;
+                most = fmaxf(most, mine);
                 const bool behind = column + u * stride + k >= target.index;
-                if (!(mine < best || (mine == best && behind))) seen.beaten = true;
+                if (u < (int)valid && !(mine < best || (mine == best && behind))) seen.beaten = true;
             }
+            most *= args.sign;
+        } else {
+            most = largest_of(x[u]);
         }
+        if (u < (int)valid) largest = fmaxf(largest, value_and_slope<softcap, extras>(most, args, &slope));
     }
     if (largest > seen.max) {
         seen.sum *= fast_exp2((seen.max - largest) * args.power);
@@ -223,41 +249,44 @@ __device__ void see(Seen &seen, const Packed<floatX, width> (&x)[count], unsigne
     }
 #pragma unroll
     for (int u = 0; u < count; u++) {
+        float value[width], excess = 0;
+        to_floats(value, x[u]);
         part[u] = 0;
 #pragma unroll
-        for (int k = 0; k < width; k++) part[u] += fast_exp2((value[u][k] - seen.max) * args.power);
+        for (int k = 0; k < width; k++) {
+            value[k] = value_and_slope<softcap, extras>(value[k], args, &slope);
+            part[u] += fast_exp2((value[k] - seen.max) * args.power);
+            if (extras != NO_EXTRAS) excess += value[k] - target.origin;
+        }
+        if (extras != NO_EXTRAS && u < (int)valid) seen.excess += excess;
     }
 #pragma unroll
-    for (int u = 0; u < count; u++) seen.sum += part[u];
+    for (int u = 0; u < count; u++) seen.sum += u < (int)valid ? part[u] : 0.0f;
 }
-template <bool softcap, bool extras, typename floatX, int width>
+template <bool softcap, Extras extras, typename floatX, int width>
 __device__ void see(Seen &seen, const Packed<floatX, width> &x, unsigned column, const ClassifierTarget<floatX> &target,
                     const ClassifierArguments<floatX> &args) {
     const Packed<floatX, width> one[1] = {x};
-    see<softcap, extras, false>(seen, one, 1, column, 0, target, args);
+    see<softcap, extras>(seen, one, 1, column, 0, target, args);
 }
 
 // What all lanes of a warp, or all threads of a block, have seen together; each gets the same bits.
-template <bool extras>
+template <Extras extras>
 __device__ Seen warp_merge(const Seen &seen, float power) {
     Seen all;
     all.max = warp_reduce_max(seen.max);
     all.sum = warp_reduce_sum(seen.sum * fast_exp2((seen.max - all.max) * power));
-    if (extras) {
-        all.excess = warp_reduce_sum(seen.excess);
-        all.beaten = __any_sync(0xffffffffu, seen.beaten);
-    }
+    if (extras != NO_EXTRAS) all.excess = warp_reduce_sum(seen.excess);
+    if (extras == ALL_EXTRAS) all.beaten = __any_sync(0xffffffffu, seen.beaten);
     return all;
 }
-template <bool extras>
+template <Extras extras>
 __device__ Seen block_merge(const Seen &seen, float power) {
     Seen all;
     all.max = block_reduce_max(seen.max);
     all.sum = block_reduce_sum(seen.sum * fast_exp2((seen.max - all.max) * power));
-    if (extras) {
-        all.excess = block_reduce_sum(seen.excess);
-        all.beaten = __syncthreads_or(seen.beaten);
-    }
+    if (extras != NO_EXTRAS) all.excess = block_reduce_sum(seen.excess);
+    if (extras == ALL_EXTRAS) all.beaten = __syncthreads_or(seen.beaten);
     return all;
 }
 
@@ -268,7 +297,7 @@ struct ClassifierGradient {
 
 // The row's scalars, which the leader writes, and the constants of its gradient. All that is formed of max and another
 // z is formed of their difference, so that what the row's logits have in common costs no precision.
-template <bool extras, typename floatX>
+template <Extras extras, typename floatX>
 __device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args, long long row,
                                          const ClassifierTarget<floatX> &target, const Seen &seen, bool leader) {
     const ClassifierOptions &o = args.options;
@@ -277,7 +306,7 @@ __device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args
     if (leader) {
         if (target.bad) report_bad_id(args.status, row);
         float loss = log_sum - (target.value - seen.max) * args.size;
-        if (extras && o.label_smoothing != 0) {
+        if (extras != NO_EXTRAS && o.label_smoothing != 0) {
             const float mean = log_sum - (seen.excess / args.V - (seen.max - target.origin)) * args.size;
             loss = (1 - o.label_smoothing) * loss + o.label_smoothing * mean;
         }
@@ -291,38 +320,59 @@ __device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args
     g.max = seen.max;
     g.to_p = 1.0f / sum;
     g.a = target.bad ? NAN : unit * (o.z_loss != 0 ? 1 + 2 * o.z_loss * lse : 1.0f) * g.to_p;
-    g.b = unit * (o.label_smoothing / args.V);
+    g.b = unit * args.smoothing;
     g.at_target = target.slope *
                   fmaf(g.a, fast_exp2((target.value - seen.max) * args.power), -(unit * (1 - o.label_smoothing) + g.b));
     return g;
 }
 
-// The second pass for `width` columns. An ignored row's dlogits are left to zero_columns().
-template <bool softcap, bool extras, bool streaming, typename floatX, int width>
-__device__ void write_columns(const Packed<floatX, width> &x, unsigned column, const ClassifierTarget<floatX> &target,
-                              const ClassifierGradient &g, const ClassifierArguments<floatX> &args) {
-    float e[width], d[width];
-    to_floats(e, x);
-#pragma unroll
-    for (int k = 0; k < width; k++) {
-        float slope;
-        e[k] = fast_exp2((value_and_slope<softcap, extras>(e[k], args, &slope) - g.max) * args.power);
-        d[k] = slope * fmaf(g.a, e[k], -g.b);
-    }
-    auto store = [&](floatX *row, const float(&values)[width]) {
+// The second pass for `count` vectors, whose first columns are `stride` apart: the first `valid` of them. An ignored
+// row's dlogits are left to others.
+template <bool softcap, Extras extras, bool streaming, typename floatX, int width, int count>
+__device__ void write_columns(const Packed<floatX, width> (&x)[count], unsigned valid, unsigned column, unsigned stride,
+                              const ClassifierTarget<floatX> &target, const ClassifierGradient &g,
+                              const ClassifierArguments<floatX> &args) {
+    auto store = [&](floatX *row, int u, const float(&values)[width]) {
+        floatX *const address = row + (column + (size_t)u * stride);
         const auto packed = from_floats<floatX>(values);
-        streaming ? store_packed_cs(row + column, packed) : store_packed(row + column, packed);
+        if (u < (int)valid) streaming ? store_packed_cs(address, packed) : store_packed(address, packed);
     };
+    auto exponential = [&](float x, float *slope) {
+        return fast_exp2((value_and_slope<softcap, extras>(x, args, slope) - g.max) * args.power);
+    };
+    float values[width], slope;
     if (target.dlogits && !target.ignored) {
-        store(target.dlogits, d);
-        // The same thread's second store to one element of the row: that costs less than a look at each.
-        if (target.index - column < width) target.dlogits[target.index] = (floatX)g.at_target;
+#pragma unroll
+        for (int u = 0; u < count; u++) {
+            to_floats(values, x[u]);
+#pragma unroll
+            for (int k = 0; k < width; k++) {
+                const float e = exponential(values[k], &slope);
+                values[k] = slope * fmaf(g.a, e, -g.b);
+            }
+            store(target.dlogits, u, values);
+        }
+        // A second store to one element of the row, by the same thread: that costs less than a look at each.
+        for (int u = 0; u < count; u++) {
+            const bool mine = u < (int)valid && target.index - (column + u * stride) < width;
+            if (mine) target.dlogits[target.index] = (floatX)g.at_target;
+        }
     }
     if (target.probs) {
 #pragma unroll
-        for (int k = 0; k < width; k++) e[k] *= g.to_p;
-        store(target.probs, e);
+        for (int u = 0; u < count; u++) {
+            to_floats(values, x[u]);
+#pragma unroll
+            for (int k = 0; k < width; k++) values[k] = g.to_p * exponential(values[k], &slope);
+            store(target.probs, u, values);
+        }
     }
+}
+template <bool softcap, Extras extras, bool streaming, typename floatX, int width>
+__device__ void write_columns(const Packed<floatX, width> &x, unsigned column, const ClassifierTarget<floatX> &target,
+                              const ClassifierGradient &g, const ClassifierArguments<floatX> &args) {
+    const Packed<floatX, width> one[1] = {x};
+    write_columns<softcap, extras, streaming>(one, 1, column, 0, target, g, args);
 }
 
 // Columns begin..end-1 of a row, unless that is null. Zeros: padding, and all of an ignored row's gradient.
@@ -343,7 +393,7 @@ __device__ void zero_columns(floatX *row, unsigned begin, unsigned end, unsigned
 // 2018), so that one read does for both; shuffles put the lanes' together. Then the row is read again and written. Some
 // 8000 rows are on their way at once on a large GPU, which is far more than its L2 holds: three times the row's bytes
 // pass through DRAM, of the two that have to.
-template <typename floatX, bool softcap, bool extras>
+template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArguments<floatX> args) {
     typedef Packed<floatX, 1> one;
     const unsigned lane = threadIdx.x % WARP_SIZE;
@@ -367,7 +417,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArgum
 // A block a row. With 1024 threads a block, two rows a multiprocessor are on their way instead of 64: for rows of 100
 // KB on a GPU with 132 of them 26 MB, which an L2 of 50 MB may still hold when they are read again. What is left is
 // instructions: a load or store for every 2 bytes.
-template <typename floatX, bool softcap, bool extras>
+template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArguments<floatX> args) {
     typedef Packed<floatX, 1> one;
     const long long row = blockIdx.x;
@@ -433,7 +483,7 @@ __device__ void zero_columns128(floatX *row, unsigned begin, unsigned end) {
 // first one did, and 60% when it begins where that one ended. The second read and the writes are streaming: nobody
 // needs them again here, so they don't drive out what others will read a second time. Both are ideas of llm.c's
 // fused_classifier.
-template <typename floatX, bool softcap, bool extras, bool reverse>
+template <typename floatX, bool softcap, Extras extras, bool reverse>
 __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArguments<floatX> args) {
     typedef Packed128<floatX> x128;
     typedef Packed<floatX, 1> one;
@@ -551,23 +601,31 @@ struct StagedMemory {
     }
 };
 
+// How many of `count` vectors a thread has: every threads-th from its own on, VECTORS at most.
+__device__ inline unsigned valid_vectors(unsigned count, unsigned thread, unsigned threads) {
+    unsigned valid = 0;
+#pragma unroll
+    for (unsigned u = 0; u < VECTORS; u++) valid += thread + u * threads < count;
+    return valid;
+}
+
 // Up to 14 elements of a row lie before and behind its vectors: a lane each. Returns the lane's column, or V.
 __device__ inline unsigned edge_column(const Cut &cut, unsigned lane, unsigned V) {
     return lane < cut.head ? lane : min(cut.tail + lane - cut.head, V);
 }
 
-template <typename floatX, bool softcap, bool extras>
+template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(STAGED_THREADS, 1)
     classifier_fused_kernel5(ClassifierArguments<floatX> args, Staging plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     namespace ptx = cuda::ptx;
     typedef Packed128<floatX> x128;
     typedef Packed<floatX, 1> one;
-    extern __shared__ uint4 shared[];
+    extern __shared__ uint4 staged[];
     const auto cluster = cooperative_groups::this_cluster();
     const unsigned rank = cluster.block_rank(), ranks = cluster.num_blocks();
     const unsigned lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const StagedMemory memory(shared, plan, ranks);
+    const StagedMemory memory(staged, plan, ranks);
     if (threadIdx.x == 0) {
         for (unsigned i = 0; i < plan.stages; i++) {
             ptx::mbarrier_init(&memory.full[i], 1);
@@ -629,19 +687,23 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
             if (has_edges && column < args.V) see<softcap, extras>(seen, edge, column, target, args);
             for (unsigned v = begin; v < cut.vectors; v += stride) {
                 const unsigned count = min(plan.chunk, cut.vectors - v);
-                const unsigned valid = threadIdx.x < count ? (count - threadIdx.x - 1) / threads + 1 : 0;
                 const uint4 *const chunk = memory.ring + ring.slot * plan.chunk + threadIdx.x;
                 const unsigned j = cut.head + (v + threadIdx.x) * x128::size, apart = threads * x128::size;
+                const unsigned valid = valid_vectors(count, threadIdx.x, threads);
                 x128 x[VECTORS] = {};
                 wait_for(&memory.full[ring.slot], ring.phase);
 #pragma unroll
                 for (unsigned u = 0; u < VECTORS; u++) {
                     if (u < valid) x[u] = load_packed<x128>((const floatX *)(chunk + u * threads));
                 }
-                if (valid == VECTORS) {
-                    see<softcap, extras, false>(seen, x, valid, j, apart, target, args);
-                } else {
-                    see<softcap, extras, true>(seen, x, valid, j, apart, target, args);
+                // As many as the first lane has; the last chunk of a row may leave some warps nothing.
+                const unsigned most = valid_vectors(count, warp * WARP_SIZE, threads);
+                if (most == VECTORS) {
+                    see<softcap, extras>(seen, x, valid, j, apart, target, args);
+                } else if (most > 0) {
+                    const x128 two[2] = {x[0], x[1]}, one[1] = {x[2]};
+                    see<softcap, extras>(seen, two, valid, j, apart, target, args);
+                    if (most > 2) see<softcap, extras>(seen, one, valid > 2, j + 2 * apart, 0, target, args);
                 }
                 ring.next(plan.stages);
             }
@@ -695,20 +757,9 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
             if (!target.read) {
                 fill_columns(target.dlogits, 0, args.V, all_over, rank * threads + me, ranks * threads);
             } else {
-                const bool alike = same_alignment(target);
-                auto write = [&](const x128 &x, unsigned j) {
-                    x128 nothing = {};
-                    for (int k = 0; k < x128::size; k++) nothing[k] = (floatX)0.0f;
-                    if (alike) {
-                        if (target.second_pass()) write_columns<softcap, extras, true>(x, j, target, g, args);
-                        if (zeros) store128cs(target.dlogits + j, nothing);
-                    } else {
-                        for (int k = 0; k < x128::size; k++) {
-                            write_columns<softcap, extras, true>(one{{x[k]}}, j + k, target, g, args);
-                            if (zeros) target.dlogits[j + k] = (floatX)0.0f;
-                        }
-                    }
-                };
+                const bool alike = same_alignment(target), second_pass = target.second_pass();
+                x128 nothing;
+                for (int k = 0; k < x128::size; k++) nothing[k] = (floatX)0.0f;
                 if (has_edges && column < args.V) {
                     write_columns<softcap, extras, true>(edge, column, target, g, args);
                     if (zeros) target.dlogits[column] = (floatX)0.0f;
@@ -716,22 +767,36 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
                 for (unsigned v = begin; v < cut.vectors; v += stride) {
                     const unsigned count = min(plan.chunk, cut.vectors - v);
                     const uint4 *const chunk = memory.ring + ring.slot * plan.chunk + me;
+                    const unsigned j = cut.head + (v + me) * x128::size, apart = threads * x128::size;
+                    const unsigned valid = valid_vectors(count, me, threads);
                     x128 x[VECTORS] = {};
                     wait_for(&memory.full[ring.slot], ring.phase);
 #pragma unroll
                     for (unsigned u = 0; u < VECTORS; u++) {
-                        if (me + u * threads < count) x[u] = load_packed<x128>((const floatX *)(chunk + u * threads));
+                        if (u < valid) x[u] = load_packed<x128>((const floatX *)(chunk + u * threads));
                     }
-                    __syncwarp();
-                    uint64_t *const empty = &memory.empty[ring.slot];
-                    if (lane == 0) ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, empty);
+                    auto release = [&] {
+                        __syncwarp();
+                        uint64_t *const empty = &memory.empty[ring.slot];
+                        if (lane == 0) ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, empty);
+                    };
+                    if (alike) release();  // all is in registers
+                    if (second_pass && alike && __any_sync(0xffffffffu, valid > 0)) {
+                        write_columns<softcap, extras, true>(x, valid, j, apart, target, g, args);
+                    } else if (second_pass) {
+                        for (unsigned i = 0; i < valid * x128::size; i++) {
+                            const unsigned u = i / x128::size, k = i % x128::size;
+                            const one element = load_packed<one>((const floatX *)(chunk + u * threads) + k);
+                            write_columns<softcap, extras, true>(element, j + u * apart + k, target, g, args);
+                        }
+                    }
+                    for (unsigned u = 0; zeros && u < valid; u++) {
+                        floatX *const d = target.dlogits + (j + (size_t)u * apart);
+                        if (alike) store128cs(d, nothing);
+                        for (int k = 0; !alike && k < x128::size; k++) d[k] = (floatX)0.0f;
+                    }
+                    if (!alike) release();
                     ring.next(plan.stages);
-                    if (!target.second_pass() && !zeros) continue;
-#pragma unroll
-                    for (unsigned u = 0; u < VECTORS; u++) {
-                        const unsigned i = me + u * threads;
-                        if (i < count) write(x[u], cut.head + (v + i) * x128::size);
-                    }
                 }
             }
             if (rank == 0) {
@@ -771,7 +836,7 @@ using ClassifierFused = cudaError_t (*)(floatX *dlogits, float *losses, float *l
                                         status_word *status, int N, int V, int P, ClassifierOptions options,
                                         int block_size, cudaStream_t stream);
 
-// What the launchers share: launch(args, softcap, extras), the last two std::true_type or std::false_type, if the
+// What the launchers share: launch(args, softcap, extras), the last two as integral constants, if the
 // arguments are right and there is work.
 template <typename floatX, typename Launch>
 cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
@@ -780,22 +845,25 @@ cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX
     if (N < 0 || V < 0 || P < V || !valid_options(options)) return cudaErrorInvalidValue;
     if (N == 0) return cudaSuccess;
     const float scale = options.logit_scale, cap = options.softcap;
-    const bool softcap = cap > 0, extras = options.label_smoothing > 0 || correct || scale <= 0;
-    ClassifierArguments<floatX> args = {dlogits, losses, lse, probs,       correct,     logits,  targets,
-                                        dlosses, status, N,   (unsigned)V, (unsigned)P, options, 0,
-                                        0,       0,      0};
+    const bool softcap = cap > 0, all = correct || scale <= 0;
+    ClassifierArguments<floatX> args = {dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N};
+    args.V = (unsigned)V;
+    args.P = (unsigned)P;
+    args.options = options;
     args.size = softcap ? cap : fabsf(scale);
     args.power = args.size * LOG2E;
     args.sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : 0.0f;
     args.inner = softcap ? 2 * LOG2E * (scale / cap) : 0.0f;
-    const std::true_type yes;
-    const std::false_type no;
-    return softcap  ? extras ? launch(args, yes, yes) : launch(args, yes, no)
-            : extras ? launch(args, no, yes)
-                    : launch(args, no, no);
+    args.smoothing = options.label_smoothing / V;
+    auto with = [&](auto softcap) {
+        if (all) return launch(args, softcap, std::integral_constant<Extras, ALL_EXTRAS>());
+        if (options.label_smoothing > 0) return launch(args, softcap, std::integral_constant<Extras, SUM>());
+        return launch(args, softcap, std::integral_constant<Extras, NO_EXTRAS>());
+    };
+    return softcap ? with(std::true_type()) : with(std::false_type());
 }
 
-template <bool softcap, bool extras, typename floatX>
+template <bool softcap, Extras extras, typename floatX>
 cudaError_t launch_reverse(const ClassifierArguments<floatX> &args, int block_size, cudaStream_t stream) {
     classifier_fused_kernel3<floatX, softcap, extras, true><<<args.N, block_size, 0, stream>>>(args);
     return cudaGetLastError();
@@ -853,17 +921,19 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
 
 // The plan for rows of so many vectors on blocks that may have `shared` bytes: the fewest blocks a row (1, 2, 4 or 8)
 // that leave the ring a third more than the row; equal chunks for each of them. False if there is none, and for rows
-// of a few KB, which are done before they are worth it.
+// of less than 40 KB: a block's turn from row to row costs more than their second read, which meets the L2.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, int block_size, size_t shared) {
     const unsigned warps = std::min(std::max(block_size / WARP_SIZE, 3), (int)STAGED_THREADS / WARP_SIZE);
     plan->writers = writes ? (warps - 1) / 2 : 1;
     plan->readers = warps - 1 - plan->writers;
     const unsigned most = (writes ? plan->writers : plan->readers) * WARP_SIZE * VECTORS;
-    if (vectors < 256) return false;
+    if (vectors < 2560) return false;
     *ranks = 1;
     while (*ranks < 8 && (size_t)vectors * 16 / *ranks > shared * 7 / 10) *ranks *= 2;
     const unsigned chunks = ceil_div(vectors, *ranks * most);  // a block's of a row
-    plan->chunk = ceil_div(ceil_div(vectors, *ranks * chunks), 8u) * 8;
+    // Equal shares for all blocks, in chunks of whole rounds of the threads where there is but one.
+    const unsigned round = *ranks > 1 ? 8 : most / VECTORS;
+    plan->chunk = ceil_div(ceil_div(vectors, *ranks * chunks), round) * round;
     plan->stages = (unsigned)(shared / (plan->chunk * 16));
     for (; plan->stages > chunks; plan->stages--) {
         // A reader is ahead of its own block's writers by the rows in the ring, and those ahead of others' by as many.
@@ -894,8 +964,8 @@ cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX
         dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
         [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
             const auto kernel = classifier_fused_kernel5<floatX, decltype(softcap)::value, decltype(extras)::value>;
-            Staging plan;
-            unsigned ranks;
+            Staging plan = {};
+            unsigned ranks = 1;
             int clusters = 0;
             cudaLaunchAttribute shape;
             cudaLaunchConfig_t config = {};

@@ -84,6 +84,9 @@ template <class T, class = cpu::if_float16<T>> T __hmin(T a, T b) { return fminf
 template <class T, class = cpu::if_float16<T>> T __habs(T a) { return T::from_bits(a.bits & 0x7fff); }
 template <class T, class = cpu::if_float16<T>> bool __hisnan(T a) { return (float)a != (float)a; }
 template <class T, class = cpu::if_float16x2<T>> T __hadd2(T a, T b) { return a + b; }
+template <class T, class = cpu::if_float16x2<T>> T __hmax2(T a, T b) { // a NaN is none
+    return T(fmaxf((float)a.x, (float)b.x), fmaxf((float)a.y, (float)b.y));
+}
 template <class T, class = cpu::if_float16x2<T>> T __hmul2(T a, T b) { return a * b; }
 template <class T, class = cpu::if_float16x2<T>> float __low2float(T a) { return a.x; }
 template <class T, class = cpu::if_float16x2<T>> float __high2float(T a) { return a.y; }
