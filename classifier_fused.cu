@@ -135,12 +135,12 @@ enum Extras { NO_EXTRAS, SUM, ALL_EXTRAS };
 
 // With a softcap, tanh(u) = 1 - 2r and its slope 1 - tanh(u)^2, from e = exp(2u) and r = 1 / (1+e). tanh is off by two
 // roundings of a number near 1 whatever u is. The slope is 4e / (1+e)^2: no difference of numbers that are almost
-// equal; e stays so small that its reciprocal is a normal number.
+// equal. Where e is infinite, r is 0 and e*r NaN, of which fminf makes the 1 that e*r goes to.
 template <bool softcap, Extras extras, typename floatX>
 __device__ float value_and_slope(float x, const ClassifierArguments<floatX> &args, float *slope) {
     if constexpr (softcap) {
-        const float e = fast_exp2(fminf(args.inner * x, 125.0f)), r = __fdividef(1.0f, 1.0f + e);
-        *slope = 4.0f * (e * r) * r;
+        const float e = fast_exp2(args.inner * x), r = __fdividef(1.0f, 1.0f + e);
+        *slope = 4.0f * fminf(e * r, 1.0f) * r;
         return fmaf(-2.0f, r, 1.0f);
     } else {
         *slope = 1.0f;
@@ -295,14 +295,25 @@ struct ClassifierGradient {
     float max, to_p, a, b, at_target;
 };
 
+// The gradient of a row's loss.
+template <typename floatX>
+__device__ float dloss_of(const ClassifierArguments<floatX> &args, long long row) {
+    return args.dlosses ? args.options.dloss * args.dlosses[row] : args.options.dloss;
+}
+
 // The row's scalars, which the leader writes, and the constants of its gradient. All that is formed of max and another
 // z is formed of their difference, so that what the row's logits have in common costs no precision.
 template <Extras extras, typename floatX>
 __device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args, long long row,
-                                         const ClassifierTarget<floatX> &target, const Seen &seen, bool leader) {
+                                         const ClassifierTarget<floatX> &target, const Seen &seen, float dloss,
+                                         bool leader) {
     const ClassifierOptions &o = args.options;
     const float sum = seen.sum > 0 ? seen.sum : NAN;  // 0: no logit above -inf
-    const float log_sum = logf(sum), lse = fmaf(seen.max, args.size, log_sum);
+    float log_sum = 0, lse = 0;
+    if (leader || o.z_loss != 0) {
+        log_sum = logf(sum);
+        lse = fmaf(seen.max, args.size, log_sum);
+    }
     if (leader) {
         if (target.bad) report_bad_id(args.status, row);
         float loss = log_sum - (target.value - seen.max) * args.size;
@@ -315,10 +326,10 @@ __device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args
         if (args.lse) args.lse[row] = lse;
         if (args.correct) args.correct[row] = target.index < args.V && !seen.beaten;
     }
-    const float unit = o.dloss * (args.dlosses ? args.dlosses[row] : 1.0f) * o.logit_scale;
+    const float unit = dloss * o.logit_scale;
     ClassifierGradient g;
     g.max = seen.max;
-    g.to_p = 1.0f / sum;
+    g.to_p = __frcp_rn(sum);
     g.a = target.bad ? NAN : unit * (o.z_loss != 0 ? 1 + 2 * o.z_loss * lse : 1.0f) * g.to_p;
     g.b = unit * args.smoothing;
     g.at_target = target.slope *
@@ -405,7 +416,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArgum
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
     seen = warp_merge<extras>(seen, args.power);
-    const ClassifierGradient g = finish_row<extras>(args, row, target, seen, lane == 0);
+    const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss_of(args, row), lane == 0);
     __syncwarp();  // no lane overwrites the target's logit before all have read it
     for (unsigned j = lane; target.second_pass() && j < args.V; j += WARP_SIZE) {
         write_columns<softcap, extras, false>(load_packed<one>(target.logits + j), j, target, g, args);
@@ -428,7 +439,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArgum
     }
     seen = block_merge<extras>(
         seen, args.power);  // its barriers: no thread overwrites the target's logit before all have read it
-    const ClassifierGradient g = finish_row<extras>(args, row, target, seen, threadIdx.x == 0);
+    const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss_of(args, row), threadIdx.x == 0);
     for (unsigned j = threadIdx.x; target.second_pass() && j < args.V; j += blockDim.x) {
         write_columns<softcap, extras, false>(load_packed<one>(target.logits + j), j, target, g, args);
     }
@@ -503,7 +514,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
         if (cut.tail + threadIdx.x < args.V) see_one(cut.tail + threadIdx.x);
     }
     seen = block_merge<extras>(seen, args.power);
-    const ClassifierGradient g = finish_row<extras>(args, row, target, seen, threadIdx.x == 0);
+    const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss_of(args, row), threadIdx.x == 0);
     auto write_one = [&](unsigned j) {
         write_columns<softcap, extras, reverse>(load_packed<one>(target.logits + j), j, target, g, args);
     };
@@ -548,8 +559,9 @@ struct Staging {
     unsigned stages;            // chunks in the ring
     unsigned depth;             // rows that messages are kept of: as many as a reader may be ahead of any writer
 };
-constexpr unsigned STAGED_THREADS = 800;  // at most: 12 warps of readers and of writers, and 80 registers a thread
-constexpr unsigned VECTORS = 4;           // of a chunk, for a thread, at most
+constexpr unsigned STAGED_THREADS = 800;   // at most: 12 warps of readers and of writers, and 80 registers a thread
+constexpr unsigned READING_THREADS = 640;  // at most where there is nothing to write but a row's scalars
+constexpr unsigned VECTORS = 4;            // of a chunk, for a thread, at most
 
 struct Ring {
     unsigned slot = 0, phase = 0;
@@ -700,10 +712,12 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
                 const unsigned most = valid_vectors(count, warp * WARP_SIZE, threads);
                 if (most == VECTORS) {
                     see<softcap, extras>(seen, x, valid, j, apart, target, args);
+                } else if (most == 3) {
+                    const x128 three[3] = {x[0], x[1], x[2]};
+                    see<softcap, extras>(seen, three, valid, j, apart, target, args);
                 } else if (most > 0) {
-                    const x128 two[2] = {x[0], x[1]}, one[1] = {x[2]};
+                    const x128 two[2] = {x[0], x[1]};
                     see<softcap, extras>(seen, two, valid, j, apart, target, args);
-                    if (most > 2) see<softcap, extras>(seen, one, valid > 2, j + 2 * apart, 0, target, args);
                 }
                 ring.next(plan.stages);
             }
@@ -731,6 +745,7 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
             ClassifierTarget<floatX> target = describe_target(args, row, next_id);
             next_id = target_at(row + step);
             const Cut cut(target.logits, args.V);
+            const float dloss = dloss_of(args, row);
             Seen seen;
             one edge = {};
             const unsigned column = edge_column(cut, lane, args.V);
@@ -750,7 +765,7 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
                 if (target.index < args.V) set_logit<softcap, extras>(target, args, memory.target_logit[line.slot]);
                 line.next(plan.depth);
             }
-            const ClassifierGradient g = finish_row<extras>(args, row, target, seen, leader);
+            const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss, leader);
             // Of a row that is not read, the gradient is the same all over.
             const bool zeros = target.ignored && target.dlogits;
             const float all_over = target.ignored ? 0.0f : (float)NAN;
@@ -923,7 +938,8 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
 // that leave the ring a third more than the row; equal chunks for each of them. False if there is none, and for rows
 // of less than 40 KB: a block's turn from row to row costs more than their second read, which meets the L2.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, int block_size, size_t shared) {
-    const unsigned warps = std::min(std::max(block_size / WARP_SIZE, 3), (int)STAGED_THREADS / WARP_SIZE);
+    const int most_threads = writes ? STAGED_THREADS : READING_THREADS;
+    const unsigned warps = std::min(std::max(block_size, 3 * WARP_SIZE), most_threads) / WARP_SIZE;
     plan->writers = writes ? (warps - 1) / 2 : 1;
     plan->readers = warps - 1 - plan->writers;
     const unsigned most = (writes ? plan->writers : plan->readers) * WARP_SIZE * VECTORS;
@@ -1145,7 +1161,8 @@ void classifier_fused_race(Harness &h) {
                 off *= 1 - z[j] / cap * (z[j] / cap);
                 off_slope += 16 + 8 * fabs(scale * (double)(float)reference->logits.at(r, j) / cap);
             }
-            expected.slack[j] = unit * off + U * off_slope * fabs(expected.value[j]) + 0x1p-148;
+            const double tiny = unit * (1 + a) * 0x1p-122 + 0x1p-148;  // slopes below the normal numbers are 0
+            expected.slack[j] = unit * off + U * off_slope * fabs(expected.value[j]) + tiny;
         }
     };
     auto expect_probs = [=](Expected &expected, long long r) {

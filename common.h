@@ -291,11 +291,11 @@ __device__ inline float warp_reduce_sum(float value) {
     return value;
 }
 
+// By one instruction for integers, whose order is that of the floats once the negative ones are turned round. (Where
+// there are NaNs, the result is one of the values.)
 __device__ inline float warp_reduce_max(float value) {
-    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) {
-        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
-    }
-    return value;
+    auto turned = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+    return __int_as_float(turned(__reduce_max_sync(0xffffffffu, turned(__float_as_int(value)))));
 }
 
 // Warps reduce by shuffles, then every warp reduces the warps' results. blockDim.x must be a multiple of 32, and all

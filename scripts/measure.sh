@@ -44,13 +44,17 @@ classifier_fused -v 32000
 classifier_fused -b 4 -v 128256
 classifier_fused -b 4 -v 151936
 classifier_fused -b 4 -v 256000
+classifier_fused -b 1 -t 256 -v 128256
+classifier_fused -b 16 -v 8192
 classifier_fused -p 50257
 classifier_fused --dtype fp32
 classifier_fused --dtype fp16
 classifier_fused --output other
 classifier_fused --output none
 classifier_fused --softcap 30
-classifier_fused --label-smoothing 0.1 --accuracy
+classifier_fused --label-smoothing 0.1
+classifier_fused --z-loss 0.0001
+classifier_fused --accuracy
 classifier_fused --probs
 '
 # What is checked first, in each type.
@@ -66,14 +70,14 @@ classifier_fused -b 5 -t 33 -v 1003 -p 1003 --output other --probs --accuracy --
 classifier_fused -b 1 -t 64 -v 300001 --softcap 30 --z-loss 0.0001 --ignore-every 3
 classifier_fused -b 1 -t 100 -v 1 --output none --logit-scale -2 --lse --logits uniform
 '
-# What compute-sanitizer looks at: shapes that it is done with soon; in the last one long sums are cut.
+# What compute-sanitizer looks at: shapes that it is done with soon; in some, long sums are cut and long rows staged.
 sanitized='
 encoder_forward -b 3 -t 17 -c 264 -v 100
 encoder_forward -b 8 -t 5 -c 33 -v 100
 encoder_backward -b 3 -t 17 -c 264 -v 100 --overwrite
 encoder_backward -b 130 -t 5 -c 33 -v 7
 classifier_fused -b 3 -t 17 -v 1003 -p 1005 --probs --accuracy --label-smoothing 0.1 --ignore-every 4
-classifier_fused -b 1 -t 5 -v 4096 --softcap 30 --output other
+classifier_fused -b 1 -t 4 -v 40965 --softcap 30 --output other
 '
 each() {  # KERNEL LIST: its lines of that kernel, with a --dtype of each type
     for dtype in fp32 fp16 bf16; do sed -n "s/^$1 .*/& --dtype $dtype/p" <<< "$2"; done

@@ -518,7 +518,9 @@ T max(A a, B b) {
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 #endif
-inline float __fdividef(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { // as CUDA says, 0 from 2^126 on
+    return fabsf(b) > 0x1p126f && b - b == 0 ? 0 : a / b;
+}
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }

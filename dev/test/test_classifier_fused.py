@@ -79,8 +79,10 @@ class Reference:
             of_loss = of_sum + 8 * cap + 4 * np.abs(log_sum) + 10 * to_target + \
                 (eps * (additions + 6) * spread if eps else 0) + 6 * np.abs(losses) + \
                 abs(z_loss) * np.abs(lse) * (2 * of_lse + 6 * np.abs(lse))
-            slack = dict(dlogits=U * (np.abs(unit)[:, None] * slope * of_d + of_slope * np.abs(d)) + 2.0**-147,
-                         losses=U * of_loss, lse=U * of_lse, probs=U * of_p + 2.0**-147)
+            # powers of two, and slopes, below the normal numbers are 0
+            tiny = (np.abs(unit) * (1 + np.abs(factor)) * 2.0**-122)[:, None] + 2.0**-147
+            slack = dict(dlogits=U * (np.abs(unit)[:, None] * slope * of_d + of_slope * np.abs(d)) + tiny,
+                         losses=U * of_loss, lse=U * of_lse, probs=U * of_p + 2.0**-126)
         self.slack = {name: np.where(np.isfinite(values), values, 0) for name, values in slack.items()}
 
 
@@ -264,6 +266,29 @@ def test_unaligned_rows(offsets, dtype, version):
         case = some_case(dtype, 9, V, P=P, offsets=offsets, softcap=20.0)
         case.check(version)
         case.check(version, in_place=True)
+
+
+# Rows from 40 KB on are staged on the chip, those from 160 KB on by several blocks.
+LONG = {FP32: (10241, 10246, 40963, 60001), FP16: (20482, 20487, 81921, 120007), BF16: (20481, 20488, 81925, 131071)}
+
+
+@every_dtype
+@pytest.mark.parametrize("version", VERSIONS[3:])
+@pytest.mark.parametrize("which", range(4))
+def test_long_rows(which, dtype, version):
+    """More rows than are on the chip at a time, good, ignored and bad ones; aligned and not; with every option."""
+    V = LONG[dtype][which]
+    rows = 9 if V < 30000 or ON_CUDA else 5
+    for k, (P, offsets, options) in enumerate((
+            (V + 1, (0, 0, 0), {}), (V + 2, (1, 1, 1), dict(label_smoothing=0.1, z_loss=0.01)),
+            (V + 3, (0, 1, 0), dict(softcap=15.0)), (-(-V // 128) * 128, (0, 0, 0), ALL_OPTIONS))):
+        case = some_case(dtype, rows, V, P=P, offsets=offsets, **options)
+        targets = case.targets.copy()
+        targets[1], targets[3] = IGNORE, V
+        case = Case(dtype, from_bits(case.bits[:, :V], dtype), targets, P=P, offsets=offsets, **options)
+        case.check(version, in_place=True)
+        case.check(version, ("dlogits", "losses"), in_place=k % 2 == 0)
+        case.check(version, (("losses", "lse"), ("losses",), ("dlogits", "probs"), ("probs",))[k])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
