@@ -626,7 +626,7 @@ __device__ inline unsigned edge_column(const Cut &cut, unsigned lane, unsigned V
     return lane < cut.head ? lane : min(cut.tail + lane - cut.head, V);
 }
 
-template <typename floatX, bool softcap, Extras extras>
+template <typename floatX, Extras extras>
 __global__ void __launch_bounds__(STAGED_THREADS, 1)
     classifier_fused_kernel5(ClassifierArguments<floatX> args, Staging plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -692,11 +692,11 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
             id_after = target_at(row + 2 * step);
             fetch(row + step, next_id);
             if (!target.read) continue;
-            if (target.index < args.V) set_logit<softcap, extras>(target, args, logit);
+            if (target.index < args.V) set_logit<false, extras>(target, args, logit);
             const Cut cut(target.logits, args.V);
             Seen seen;
             const unsigned column = edge_column(cut, lane, args.V);
-            if (has_edges && column < args.V) see<softcap, extras>(seen, edge, column, target, args);
+            if (has_edges && column < args.V) see<false, extras>(seen, edge, column, target, args);
             for (unsigned v = begin; v < cut.vectors; v += stride) {
                 const unsigned count = min(plan.chunk, cut.vectors - v);
                 const uint4 *const chunk = memory.ring + ring.slot * plan.chunk + threadIdx.x;
@@ -711,13 +711,13 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
                 // As many as the first lane has; the last chunk of a row may leave some warps nothing.
                 const unsigned most = valid_vectors(count, warp * WARP_SIZE, threads);
                 if (most == VECTORS) {
-                    see<softcap, extras>(seen, x, valid, j, apart, target, args);
+                    see<false, extras>(seen, x, valid, j, apart, target, args);
                 } else if (most == 3) {
                     const x128 three[3] = {x[0], x[1], x[2]};
-                    see<softcap, extras>(seen, three, valid, j, apart, target, args);
+                    see<false, extras>(seen, three, valid, j, apart, target, args);
                 } else if (most > 0) {
                     const x128 two[2] = {x[0], x[1]};
-                    see<softcap, extras>(seen, two, valid, j, apart, target, args);
+                    see<false, extras>(seen, two, valid, j, apart, target, args);
                 }
                 ring.next(plan.stages);
             }
@@ -762,7 +762,7 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
                     seen.beaten |= other.beaten;
                 }
                 seen = warp_merge<extras>(seen, args.power);
-                if (target.index < args.V) set_logit<softcap, extras>(target, args, memory.target_logit[line.slot]);
+                if (target.index < args.V) set_logit<false, extras>(target, args, memory.target_logit[line.slot]);
                 line.next(plan.depth);
             }
             const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss, leader);
@@ -776,7 +776,7 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
                 x128 nothing;
                 for (int k = 0; k < x128::size; k++) nothing[k] = (floatX)0.0f;
                 if (has_edges && column < args.V) {
-                    write_columns<softcap, extras, true>(edge, column, target, g, args);
+                    write_columns<false, extras, true>(edge, column, target, g, args);
                     if (zeros) target.dlogits[column] = (floatX)0.0f;
                 }
                 for (unsigned v = begin; v < cut.vectors; v += stride) {
@@ -797,12 +797,12 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
                     };
                     if (alike) release();  // all is in registers
                     if (second_pass && alike && __any_sync(0xffffffffu, valid > 0)) {
-                        write_columns<softcap, extras, true>(x, valid, j, apart, target, g, args);
+                        write_columns<false, extras, true>(x, valid, j, apart, target, g, args);
                     } else if (second_pass) {
                         for (unsigned i = 0; i < valid * x128::size; i++) {
                             const unsigned u = i / x128::size, k = i % x128::size;
                             const one element = load_packed<one>((const floatX *)(chunk + u * threads) + k);
-                            write_columns<softcap, extras, true>(element, j + u * apart + k, target, g, args);
+                            write_columns<false, extras, true>(element, j + u * apart + k, target, g, args);
                         }
                     }
                     for (unsigned u = 0; zeros && u < valid; u++) {
@@ -970,41 +970,55 @@ size_t staging_memory(void (*kernel)(Parameters...)) {
     return good ? (size_t)shared : 0;
 }
 
+// cudaErrorNotSupported if there is no plan for it.
+template <Extras extras, typename floatX>
+cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_size, cudaStream_t stream) {
+    const auto kernel = classifier_fused_kernel5<floatX, extras>;
+    const unsigned vectors = args.V / Packed128<floatX>::size;
+    Staging plan = {};
+    unsigned ranks = 1;
+    if (!plan_staging(&plan, &ranks, vectors, args.dlogits || args.probs, block_size, staging_memory(kernel))) {
+        return cudaErrorNotSupported;
+    }
+    cudaLaunchAttribute shape;
+    shape.id = cudaLaunchAttributeClusterDimension;
+    shape.val.clusterDim = {ranks, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.attrs = &shape;
+    config.numAttrs = 1;
+    config.stream = stream;
+    config.dynamicSmemBytes = StagedMemory::bytes(plan, ranks);
+    config.blockDim = (plan.readers + plan.writers + 1) * WARP_SIZE;
+    config.gridDim = ranks;
+    int clusters = 0;
+    cudaError_t error = allow_shared(kernel, config.dynamicSmemBytes);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (error != cudaSuccess) return error;
+    if (clusters == 0) return cudaErrorNotSupported;
+    config.gridDim = std::min((unsigned)clusters, (unsigned)args.N) * ranks;
+    return cudaLaunchKernelEx(&config, kernel, args, plan);
+}
+
 // Where there are no clusters (before compute capability 9.0), and for rows that are too long or too short for them,
-// this is version 4.
+// this is version 4. So it is with a softcap, for accuracy and where logits change their sign: the arithmetic takes
+// longer than a second read then, and more threads do it faster (H200, V = 50257, softcap: 0.70 ms against 0.84).
 template <typename floatX>
 cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,
                               int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
-    return classifier_launch(
-        dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
-        [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
-            const auto kernel = classifier_fused_kernel5<floatX, decltype(softcap)::value, decltype(extras)::value>;
-            Staging plan = {};
-            unsigned ranks = 1;
-            int clusters = 0;
-            cudaLaunchAttribute shape;
-            cudaLaunchConfig_t config = {};
-            if (plan_staging(&plan, &ranks, V / Packed128<floatX>::size, dlogits || probs, block_size,
-                             staging_memory(kernel))) {
-                shape.id = cudaLaunchAttributeClusterDimension;
-                shape.val.clusterDim = {ranks, 1, 1};
-                config.attrs = &shape;
-                config.numAttrs = 1;
-                config.stream = stream;
-                config.dynamicSmemBytes = StagedMemory::bytes(plan, ranks);
-                config.blockDim = (plan.readers + plan.writers + 1) * WARP_SIZE;
-                config.gridDim = ranks;
-                cudaError_t error = allow_shared(kernel, config.dynamicSmemBytes);
-                if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-                if (error != cudaSuccess) return error;
-            }
-            if (clusters == 0) {
-                return launch_reverse<decltype(softcap)::value, decltype(extras)::value>(args, block_size, stream);
-            }
-            config.gridDim = std::min((unsigned)clusters, (unsigned)N) * ranks;
-            return cudaLaunchKernelEx(&config, kernel, args, plan);
-        });
+    return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
+                             [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+                                 if constexpr (!decltype(softcap)::value && decltype(extras)::value != ALL_EXTRAS) {
+                                     const cudaError_t error =
+                                         launch_staged<decltype(extras)::value>(args, block_size, stream);
+                                     if (error != cudaErrorNotSupported) return error;
+                                 }
+                                 // About eight vectors a thread are best there.
+                                 const int threads = std::clamp(
+                                     (int)(args.V / Packed128<floatX>::size) / 8 / WARP_SIZE * WARP_SIZE, 64, 512);
+                                 return launch_reverse<decltype(softcap)::value, decltype(extras)::value>(
+                                     args, std::min(block_size, threads), stream);
+                             });
 }
 
 template <typename floatX>
