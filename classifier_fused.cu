@@ -27,7 +27,6 @@ Run:      ./classifier_fused           the fastest version
 #include "common.h"
 
 #include <cooperative_groups.h>
-#include <cuda/ptx>
 
 #include <cfloat>
 #include <cmath>
@@ -570,26 +569,6 @@ struct Ring {
     }
 };
 
-__device__ inline void wait_for(uint64_t *barrier, unsigned phase) {
-    while (!cuda::ptx::mbarrier_try_wait_parity(barrier, phase)) {
-    }
-}
-
-// A bulk copy whose lines the L2 keeps longer than others.
-__device__ inline void bulk_load_kept(void *to, const void *from, unsigned bytes, uint64_t *barrier) {
-#ifdef __CUDA_ARCH__
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-            "r"((unsigned)__cvta_generic_to_shared(to)),
-        "l"(from), "r"(bytes), "r"((unsigned)__cvta_generic_to_shared(barrier)), "l"(policy)
-        : "memory");
-#else
-    cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, to, from, bytes, barrier);
-#endif
-}
-
 // The dynamic shared memory: the ring, what the readers of each row's warps have seen, and the barriers.
 struct StagedMemory {
     uint4 *ring;
@@ -627,9 +606,7 @@ __device__ inline unsigned edge_column(const Cut &cut, unsigned lane, unsigned V
 }
 
 template <typename floatX, Extras extras>
-__global__ void __launch_bounds__(STAGED_THREADS, 1)
-    classifier_fused_kernel5(ClassifierArguments<floatX> args, Staging plan) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ void stage_rows(const ClassifierArguments<floatX> &args, const Staging &plan) {
     namespace ptx = cuda::ptx;
     typedef Packed128<floatX> x128;
     typedef Packed<floatX, 1> one;
@@ -663,7 +640,7 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
             for (unsigned v = begin; target.read && v < cut.vectors; v += stride) {
                 uint64_t *const full = &memory.full[ring.slot];
                 const unsigned bytes = min(plan.chunk, cut.vectors - v) * 16;
-                wait_for(&memory.empty[ring.slot], ring.phase ^ 1);
+                wait_for_phase(&memory.empty[ring.slot], ring.phase ^ 1);
                 ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full, bytes);
                 bulk_load_kept(memory.ring + ring.slot * plan.chunk, target.logits + cut.head + (size_t)v * x128::size,
                                bytes, full);
@@ -703,7 +680,7 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
                 const unsigned j = cut.head + (v + threadIdx.x) * x128::size, apart = threads * x128::size;
                 const unsigned valid = valid_vectors(count, threadIdx.x, threads);
                 x128 x[VECTORS] = {};
-                wait_for(&memory.full[ring.slot], ring.phase);
+                wait_for_phase(&memory.full[ring.slot], ring.phase);
 #pragma unroll
                 for (unsigned u = 0; u < VECTORS; u++) {
                     if (u < valid) x[u] = load_packed<x128>((const floatX *)(chunk + u * threads));
@@ -751,7 +728,7 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
             const unsigned column = edge_column(cut, lane, args.V);
             if (target.read) {
                 if (has_edges && column < args.V) edge = load_packed<one>(target.logits + column);
-                wait_for(&memory.row_told[line.slot], line.phase);
+                wait_for_phase(&memory.row_told[line.slot], line.phase);
                 for (unsigned i = lane; i < ranks * plan.readers; i += WARP_SIZE) {
                     const Seen other = memory.told[line.slot * ranks * plan.readers + i];
                     const float largest = fmaxf(seen.max, other.max);
@@ -785,7 +762,7 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
                     const unsigned j = cut.head + (v + me) * x128::size, apart = threads * x128::size;
                     const unsigned valid = valid_vectors(count, me, threads);
                     x128 x[VECTORS] = {};
-                    wait_for(&memory.full[ring.slot], ring.phase);
+                    wait_for_phase(&memory.full[ring.slot], ring.phase);
 #pragma unroll
                     for (unsigned u = 0; u < VECTORS; u++) {
                         if (u < valid) x[u] = load_packed<x128>((const floatX *)(chunk + u * threads));
@@ -821,7 +798,12 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
         }
     }
     cluster.sync();  // nobody leaves while others may tell it something
-#endif
+}
+
+template <typename floatX, Extras extras>
+__global__ void __launch_bounds__(STAGED_THREADS, 1)
+    classifier_fused_kernel5(ClassifierArguments<floatX> args, Staging plan) {
+    if constexpr (HAS_CLUSTERS) stage_rows<floatX, extras>(args, plan);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

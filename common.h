@@ -7,6 +7,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cuda/ptx>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -359,6 +361,39 @@ template <typename... Parameters>
 bool can_overlap(void (*kernel)(Parameters...)) {
     cudaFuncAttributes about;
     return cudaFuncGetAttributes(&about, kernel) == cudaSuccess && about.ptxVersion >= 90;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// clusters and bulk copies (compute capability 9.0)
+
+// Whether this code is compiled for devices that have them.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr bool HAS_CLUSTERS = true;
+#else
+constexpr bool HAS_CLUSTERS = false;
+#endif
+
+// Returns when the barrier (an mbarrier in shared memory) has completed its phase of that parity.
+__device__ inline void wait_for_phase(uint64_t *barrier, unsigned parity) {
+    while (!cuda::ptx::mbarrier_try_wait_parity(barrier, parity)) {
+    }
+}
+
+// Copies from global to shared memory, both multiples of 16 bytes, and counts the bytes at the barrier when they are
+// there. The L2 keeps these lines longer than others (evict_last), until they have been written.
+__device__ inline void bulk_load_kept(void *to, const void *from, unsigned bytes, uint64_t *barrier) {
+#ifdef __CUDA_ARCH__
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        :
+        : "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
+          "r"((unsigned)__cvta_generic_to_shared(barrier)), "l"(policy)
+        : "memory");
+#else
+    cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, to, from, bytes, barrier);
+#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

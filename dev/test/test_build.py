@@ -118,6 +118,8 @@ DEVICE = {"device.o", "libbookends.so", *BINARIES}
     *[(name + ".cu", LIBRARY | {name, name + ".o"}) for name in kernel_names() if name + ".cu" not in MADE_OF_OTHERS],
     ("dev/cpu/device.cc", DEVICE),
     ("dev/cpu/cuda_runtime.h", DEVICE | LIBRARY | OBJECTS),
+    ("dev/cpu/cuda/ptx", DEVICE | LIBRARY | OBJECTS),
+    ("dev/cpu/cooperative_groups.h", LIBRARY | {"classifier_fused", "classifier_fused.o"}),
     ("dev/cpu/rewrite.sed", LIBRARY | OBJECTS | BINARIES),
     ("README.md", set()),
 ], ids=lambda value: value if isinstance(value, str) else "")
