@@ -73,7 +73,7 @@ run: all ## the main job: every version of every kernel on real text, checked, t
 # all that can be built, without the links at the top
 binaries: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so $(PROGRAMS:%=$(BUILD)/test/%)
 
-test: binaries $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k shapes" passes options to pytest
+test: binaries $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k 'shapes or types'" passes options to pytest
 	BOOKENDS_BUILD=$(BUILD) BOOKENDS_DEVICE=$(DEVICE) SANITIZE=$(SANITIZE) CXX="$(CXX)" \
 	    $(TEST_PYTHON) -m pytest -q -n $(WORKERS) dev/test $(TESTS)
 

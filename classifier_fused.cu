@@ -43,7 +43,8 @@ struct ClassifierOptions {
 // Finite, in their ranges, and none so large or small that a constant formed of them is no longer finite.
 inline bool valid_options(const ClassifierOptions &o) {
     const bool finite = std::isfinite(o.dloss) && std::isfinite(2 * o.logit_scale) && std::isfinite(2 * o.softcap) &&
-                        std::isfinite(o.label_smoothing) && std::isfinite(o.z_loss);
+                        std::isfinite(o.label_smoothing) && std::isfinite(2 * o.z_loss) &&
+                        std::isfinite(2 * o.dloss * o.logit_scale);
     return finite && o.softcap >= 0 && (o.softcap == 0 || std::isfinite(4 * (o.logit_scale / o.softcap))) &&
            o.label_smoothing >= 0 && o.label_smoothing <= 1;
 }
@@ -105,10 +106,10 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
 constexpr float LOG2E = 1.44269504f;
 
 // The launcher's arguments, and the constants that the options come to: z = value * size, where value is the logit, its
-// sign turned if logit_scale is negative (in kernels with extras), or tanh of it. So the largest value is that of the
+// sign turned if logit_scale is negative (with ALL_EXTRAS), or tanh of it. So the largest value is that of the
 // largest z, and a scale costs nothing: exp(z - max) is the power of two of (value - max) * (size * log2(e)). The
-// difference comes first, since it is exact where it matters: with a multiply-add it would be short of max's rounding,
-// and that may be anything.
+// difference comes first, since it is exact where it matters. A multiply-add of value * power - (max * power) would
+// save an instruction, but max * power is rounded, and that error grows with max.
 template <typename floatX>
 struct ClassifierArguments {
     floatX *dlogits;
@@ -191,11 +192,12 @@ __device__ ClassifierTarget<floatX> find_target(const ClassifierArguments<floatX
     return t;
 }
 
-// What has been seen of a row: the largest value, and the sum of exp(z - max). The maximum starts at the lowest finite
-// number: with -inf, a row that begins with -inf would come to -inf - -inf. Extras: the sum of value - origin, and
-// whether any logit beats the target's: is larger, or as large and comes before it. (Under a softcap too it is the
-// logits that are compared: tanh keeps their order, until rounding makes them equal. A NaN beats everything.)
-struct Seen {
+// What has been seen of a row, as an online softmax has it: the largest value, and the sum of exp(z - max). The maximum
+// starts at the lowest finite number: with -inf, a row that begins with -inf would come to -inf - -inf. Extras: the sum
+// of value - origin, and whether any logit beats the target's: is larger, or as large and comes before it. (Under a
+// softcap too it is the logits that are compared: tanh keeps their order, until rounding makes them equal. A NaN beats
+// everything.)
+struct OnlineSoftmax {
     float max = -FLT_MAX, sum = 0, excess = 0;
     bool beaten = false;
 };
@@ -221,7 +223,7 @@ __device__ float largest_of(const Packed<T, width> &x) {
 
 // Sees `count` vectors, whose first columns are `stride` apart: the first `valid` of them, whatever the others hold.
 template <bool softcap, Extras extras, typename floatX, int width, int count>
-__device__ void see(Seen &seen, const Packed<floatX, width> (&x)[count], unsigned valid, unsigned column,
+__device__ void see(OnlineSoftmax &seen, const Packed<floatX, width> (&x)[count], unsigned valid, unsigned column,
                     unsigned stride, const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
     float largest = -FLT_MAX, part[count], slope;
 #pragma unroll
@@ -263,16 +265,16 @@ __device__ void see(Seen &seen, const Packed<floatX, width> (&x)[count], unsigne
     for (int u = 0; u < count; u++) seen.sum += u < (int)valid ? part[u] : 0.0f;
 }
 template <bool softcap, Extras extras, typename floatX, int width>
-__device__ void see(Seen &seen, const Packed<floatX, width> &x, unsigned column, const ClassifierTarget<floatX> &target,
-                    const ClassifierArguments<floatX> &args) {
+__device__ void see(OnlineSoftmax &seen, const Packed<floatX, width> &x, unsigned column,
+                    const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
     const Packed<floatX, width> one[1] = {x};
     see<softcap, extras>(seen, one, 1, column, 0, target, args);
 }
 
 // What all lanes of a warp, or all threads of a block, have seen together; each gets the same bits.
 template <Extras extras>
-__device__ Seen warp_merge(const Seen &seen, float power) {
-    Seen all;
+__device__ OnlineSoftmax warp_merge(const OnlineSoftmax &seen, float power) {
+    OnlineSoftmax all;
     all.max = warp_reduce_max(seen.max);
     all.sum = warp_reduce_sum(seen.sum * fast_exp2((seen.max - all.max) * power));
     if (extras != NO_EXTRAS) all.excess = warp_reduce_sum(seen.excess);
@@ -280,8 +282,8 @@ __device__ Seen warp_merge(const Seen &seen, float power) {
     return all;
 }
 template <Extras extras>
-__device__ Seen block_merge(const Seen &seen, float power) {
-    Seen all;
+__device__ OnlineSoftmax block_merge(const OnlineSoftmax &seen, float power) {
+    OnlineSoftmax all;
     all.max = block_reduce_max(seen.max);
     all.sum = block_reduce_sum(seen.sum * fast_exp2((seen.max - all.max) * power));
     if (extras != NO_EXTRAS) all.excess = block_reduce_sum(seen.excess);
@@ -289,7 +291,7 @@ __device__ Seen block_merge(const Seen &seen, float power) {
     return all;
 }
 
-// What the second pass needs: e = exp(z - max), p = to_p * e, and the gradient slope * (a * e - b), save at the target.
+// What the second pass needs: e = exp(z - max), p = to_p * e, and the gradient slope * (a * e - b), but at the target.
 struct ClassifierGradient {
     float max, to_p, a, b, at_target;
 };
@@ -304,7 +306,7 @@ __device__ float dloss_of(const ClassifierArguments<floatX> &args, long long row
 // z is formed of their difference, so that what the row's logits have in common costs no precision.
 template <Extras extras, typename floatX>
 __device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args, long long row,
-                                         const ClassifierTarget<floatX> &target, const Seen &seen, float dloss,
+                                         const ClassifierTarget<floatX> &target, const OnlineSoftmax &seen, float dloss,
                                          bool leader) {
     const ClassifierOptions &o = args.options;
     const float sum = seen.sum > 0 ? seen.sum : NAN;  // 0: no logit above -inf
@@ -410,7 +412,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArgum
     const long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / WARP_SIZE;
     if (row >= args.N) return;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
-    Seen seen;
+    OnlineSoftmax seen;
     for (unsigned j = lane; target.read && j < args.V; j += WARP_SIZE) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
@@ -432,12 +434,12 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArgum
     typedef Packed<floatX, 1> one;
     const long long row = blockIdx.x;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
-    Seen seen;
+    OnlineSoftmax seen;
     for (unsigned j = threadIdx.x; target.read && j < args.V; j += blockDim.x) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
-    seen = block_merge<extras>(
-        seen, args.power);  // its barriers: no thread overwrites the target's logit before all have read it
+    // The barriers in there: no thread overwrites the target's logit before all have read it.
+    seen = block_merge<extras>(seen, args.power);
     const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss_of(args, row), threadIdx.x == 0);
     for (unsigned j = threadIdx.x; target.second_pass() && j < args.V; j += blockDim.x) {
         write_columns<softcap, extras, false>(load_packed<one>(target.logits + j), j, target, g, args);
@@ -500,7 +502,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
     const long long row = blockIdx.x;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
     const Cut cut(target.logits, args.V);
-    Seen seen;
+    OnlineSoftmax seen;
     auto see_one = [&](unsigned j) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     };
@@ -543,15 +545,14 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
 // whose readers tell all of the cluster's writers through distributed shared memory. Blocks stay and take row after
 // row.
 //
-// What is left is DRAM: without any arithmetic the kernel is no faster (H200). Hence:
-// - Arriving lines are marked evict_last. The gradient comes to the same place soon, and if the line is still in the L2
-//   then, reads and writes disturb each other less: 91% of the copy rate become 94% (V = 50257), 91% become 96%
-//   (128256). Once written, a line is as any other: a flush finds none of them (tried with the persisting lines reset
-//   before each run). Evict_first costs 5%. The writes are streaming; as plain ones they cost 4%.
+// What is left is DRAM: a version without any arithmetic was no faster (H200). Hence:
+// - Arriving lines are marked to be kept (evict_last). The gradient comes to the same place soon, and if the line is
+//   still in the L2 then, reads and writes disturb each other less: worth 3 to 5%, where evict_first costs 5%. Once
+//   written, a line is as any other. The writes are streaming; as plain ones they cost 4%.
 // - What the readers saw goes by st.async, which brings its own bytes to the barrier. With a plain store and an arrival
 //   that releases at cluster scope, each row paid 2 us: such a fence waits for all stores to global memory.
-// - A ring that holds about 1.5 rows at least. Rows spread over more blocks are fewer streams for DRAM, but each block
-//   has the cost of a row, about 0.4 us of reductions, for a smaller share.
+// - A ring that holds 1.4 rows at least. Rows spread over more blocks are fewer streams for DRAM, but each block has
+//   the cost of a row, about half a microsecond of reductions, for a smaller share.
 struct Staging {
     unsigned readers, writers;  // warps
     unsigned chunk;             // vectors
@@ -561,7 +562,17 @@ struct Staging {
 constexpr unsigned STAGED_THREADS = 800;   // at most: 12 warps of readers and of writers, and 80 registers a thread
 constexpr unsigned READING_THREADS = 640;  // at most where there is nothing to write but a row's scalars
 constexpr unsigned VECTORS = 4;            // of a chunk, for a thread, at most
+constexpr unsigned STAGED_VECTORS = 2560;  // of a row, at least
 
+// How the parts meet. A barrier (mbarrier) in shared memory is complete when as many have arrived as it was made for,
+// and as many bytes as were announced; then its next phase begins. Who waits names the parity of the phase that it
+// waits for, 0 in the first round of the ring, 1 in the second, and so on.
+//   full[i]      the copier arrives and announces the chunk's bytes, the bulk copy brings them. Readers and writers
+//                wait.
+//   empty[i]     a lane of each writing warp arrives when the warp has the chunk in registers. The copier waits, for
+//                the phase before: in the first round there is none, which counts as complete.
+//   row_told[i]  one reader arrives and announces the messages of all readers of all blocks, st.async brings them (some
+//                perhaps before the announcement, which is all the same). The block's writers wait.
 struct Ring {
     unsigned slot = 0, phase = 0;
     __device__ void next(unsigned slots) {
@@ -572,7 +583,7 @@ struct Ring {
 // The dynamic shared memory: the ring, what the readers of each row's warps have seen, and the barriers.
 struct StagedMemory {
     uint4 *ring;
-    Seen *told;           // (depth, ranks, readers)
+    OnlineSoftmax *told;  // (depth, ranks, readers)
     uint64_t *full;       // (stages): the chunk has landed
     uint64_t *empty;      // (stages): the writers are done with it
     uint64_t *row_told;   // (depth): all readers have told
@@ -580,14 +591,14 @@ struct StagedMemory {
 
     __host__ __device__ StagedMemory(void *shared, const Staging &plan, unsigned ranks) {
         ring = (uint4 *)shared;
-        told = (Seen *)(ring + (size_t)plan.stages * plan.chunk);
+        told = (OnlineSoftmax *)(ring + (size_t)plan.stages * plan.chunk);
         full = (uint64_t *)(told + plan.depth * ranks * plan.readers);
         empty = full + plan.stages;
         row_told = empty + plan.stages;
         target_logit = (float *)(row_told + plan.depth);
     }
     static size_t bytes(const Staging &plan, unsigned ranks) {
-        char *const begin = (char *)1024;
+        char *const begin = (char *)1024;  // any address that is aligned
         return (char *)(StagedMemory(begin, plan, ranks).target_logit + plan.depth) - begin;
     }
 };
@@ -631,8 +642,8 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
     const unsigned begin = rank * plan.chunk, stride = ranks * plan.chunk;
     auto target_at = [&](long long row) { return row < args.N ? args.targets[row] : 0; };
     int next_id = target_at(first);
-    Ring ring, line;
-    if (warp == plan.readers + plan.writers) {
+    Ring ring, mail;                            // of chunks, and of messages
+    if (warp == plan.readers + plan.writers) {  // the copier
         for (long long row = first; lane == 0 && row < args.N; row += step) {
             const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
             next_id = target_at(row + step);
@@ -647,7 +658,7 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                 ring.next(plan.stages);
             }
         }
-    } else if (warp < plan.readers) {
+    } else if (warp < plan.readers) {  // a reader
         const unsigned threads = plan.readers * WARP_SIZE;
         const bool has_edges = rank == 0 && warp == 0;
         floatX next_logit = (floatX)0.0f, next_edge = (floatX)0.0f;  // as they are in memory: nobody waits for them yet
@@ -671,7 +682,7 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
             if (!target.read) continue;
             if (target.index < args.V) set_logit<false, extras>(target, args, logit);
             const Cut cut(target.logits, args.V);
-            Seen seen;
+            OnlineSoftmax seen;
             const unsigned column = edge_column(cut, lane, args.V);
             if (has_edges && column < args.V) see<false, extras>(seen, edge, column, target, args);
             for (unsigned v = begin; v < cut.vectors; v += stride) {
@@ -700,22 +711,23 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
             }
             seen = warp_merge<extras>(seen, args.power);
             if (threadIdx.x == 0) {
-                const unsigned bytes = ranks * plan.readers * sizeof(Seen) + sizeof(float);
+                const unsigned bytes = ranks * plan.readers * sizeof(OnlineSoftmax) + sizeof(float);
                 ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
-                                               &memory.row_told[line.slot], bytes);
+                                               &memory.row_told[mail.slot], bytes);
             }
             if (lane < ranks) {  // a lane tells a block
                 int words[4];
+                static_assert(sizeof(seen) == sizeof(words), "a message is one st.async");
                 memcpy(words, &seen, sizeof(words));
-                uint64_t *const barrier = cluster.map_shared_rank(&memory.row_told[line.slot], lane);
-                Seen *const place = &memory.told[(line.slot * ranks + rank) * plan.readers + warp];
+                uint64_t *const barrier = cluster.map_shared_rank(&memory.row_told[mail.slot], lane);
+                OnlineSoftmax *const place = &memory.told[(mail.slot * ranks + rank) * plan.readers + warp];
                 ptx::st_async((int *)cluster.map_shared_rank(place, lane), words, barrier);
-                float *const x = cluster.map_shared_rank(&memory.target_logit[line.slot], lane);
+                float *const x = cluster.map_shared_rank(&memory.target_logit[mail.slot], lane);
                 if (has_edges) ptx::st_async(x, logit, barrier);
             }
-            line.next(plan.depth);
+            mail.next(plan.depth);
         }
-    } else {
+    } else {  // a writer
         const unsigned me = threadIdx.x - plan.readers * WARP_SIZE, threads = plan.writers * WARP_SIZE;
         const bool has_edges = rank == 0 && me < WARP_SIZE, leader = rank == 0 && me == 0;
         for (long long row = first; row < args.N; row += step) {
@@ -723,14 +735,14 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
             next_id = target_at(row + step);
             const Cut cut(target.logits, args.V);
             const float dloss = dloss_of(args, row);
-            Seen seen;
+            OnlineSoftmax seen;
             one edge = {};
             const unsigned column = edge_column(cut, lane, args.V);
             if (target.read) {
                 if (has_edges && column < args.V) edge = load_packed<one>(target.logits + column);
-                wait_for_phase(&memory.row_told[line.slot], line.phase);
+                wait_for_phase(&memory.row_told[mail.slot], mail.phase);
                 for (unsigned i = lane; i < ranks * plan.readers; i += WARP_SIZE) {
-                    const Seen other = memory.told[line.slot * ranks * plan.readers + i];
+                    const OnlineSoftmax other = memory.told[mail.slot * ranks * plan.readers + i];
                     const float largest = fmaxf(seen.max, other.max);
                     seen.sum = seen.sum * fast_exp2((seen.max - largest) * args.power) +
                                other.sum * fast_exp2((other.max - largest) * args.power);
@@ -739,8 +751,8 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                     seen.beaten |= other.beaten;
                 }
                 seen = warp_merge<extras>(seen, args.power);
-                if (target.index < args.V) set_logit<false, extras>(target, args, memory.target_logit[line.slot]);
-                line.next(plan.depth);
+                if (target.index < args.V) set_logit<false, extras>(target, args, memory.target_logit[mail.slot]);
+                mail.next(plan.depth);
             }
             const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss, leader);
             // Of a row that is not read, the gradient is the same all over.
@@ -822,10 +834,12 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
 // probabilities and gradient are NaN; with a softcap infinities are +-softcap instead. Where one logit is NaN, none is
 // the largest.
 //
-// block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for
-// P < V, a negative size or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an
-// earlier call left behind comes out here too); cudaSuccess without a launch when N = 0. dlogits and probs are formed
-// in float and rounded once. The same inputs give the same bits at the same block size; version 1, at any.
+// losses are not multiplied by dloss; for the gradient of their mean, options.dloss is 1 over the number of targets
+// that count. block_size: a multiple of 32 up to 1024; the table of versions has those that were fastest. Version 5
+// takes 96 to 800 of it. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for P < V, a negative size
+// or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an earlier call left behind
+// comes out here too); cudaSuccess without a launch when N = 0. dlogits and probs are formed in float and rounded once.
+// The same inputs give the same bits at the same block size; version 1, at any.
 
 template <typename floatX>
 using ClassifierFused = cudaError_t (*)(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
@@ -917,7 +931,7 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
 }
 
 // The plan for rows of so many vectors on blocks that may have `shared` bytes: the fewest blocks a row (1, 2, 4 or 8)
-// that leave the ring a third more than the row; equal chunks for each of them. False if there is none, and for rows
+// that leave the ring room for 1.4 rows; equal chunks for each of them. False if there is none, and for rows
 // of less than 40 KB: a block's turn from row to row costs more than their second read, which meets the L2.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, int block_size, size_t shared) {
     const int most_threads = writes ? STAGED_THREADS : READING_THREADS;
@@ -925,17 +939,22 @@ inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool 
     plan->writers = writes ? (warps - 1) / 2 : 1;
     plan->readers = warps - 1 - plan->writers;
     const unsigned most = (writes ? plan->writers : plan->readers) * WARP_SIZE * VECTORS;
-    if (vectors < 2560) return false;
+    if (vectors < STAGED_VECTORS) return false;
     *ranks = 1;
-    while (*ranks < 8 && (size_t)vectors * 16 / *ranks > shared * 7 / 10) *ranks *= 2;
-    const unsigned chunks = ceil_div(vectors, *ranks * most);  // a block's of a row
-    // Equal shares for all blocks, in chunks of whole rounds of the threads where there is but one.
+    while (*ranks < 8 && (size_t)vectors * 16 / *ranks > shared * 7 / 10) *ranks *= 2;  // 1.4 rows
+    const unsigned chunks = ceil_div(vectors, *ranks * most);                           // a block's of a row
+    // Equal shares for all blocks; for a single one, chunks of whole rounds of its threads.
     const unsigned round = *ranks > 1 ? 8 : most / VECTORS;
     plan->chunk = ceil_div(ceil_div(vectors, *ranks * chunks), round) * round;
     plan->stages = (unsigned)(shared / (plan->chunk * 16));
     for (; plan->stages > chunks; plan->stages--) {
-        // A reader is ahead of its own block's writers by the rows in the ring, and those ahead of others' by as many.
-        plan->depth = 2 * (plan->stages / std::max(chunks - 1, 1u) + 1) + 2;
+        // A row's messages take the place of those of `depth` rows before, which all blocks' writers must have read.
+        // They have: a reader sees a row only when its block's writers have freed the chunks of the row that lies a
+        // ring before it, R rows. So they had been told of that row, by the readers of all blocks, whose own chunks of
+        // it lie as far behind what their writers have freed: 2R rows are behind all writers. A block has chunks or
+        // chunks - 1 of a row (the last block, where the shares don't come out even).
+        const unsigned R = plan->stages / std::max(chunks - 1, 1u) + 1;
+        plan->depth = 2 * R + 2;
         if (StagedMemory::bytes(*plan, *ranks) <= shared) return true;
     }
     return false;

@@ -141,10 +141,10 @@ __global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX 
 
 // ---- grouping the positions by id ----
 
-// Kernel 3 sends N*C elements to the L2 as atomics, twice. If it is known which positions hold an id, their rows of dout
-// can be added up in registers: dwte then sees each of its rows once each way, as plain loads and stores, and the order
-// is fixed. To know it takes two small kernels over the ids (4 bytes a position, where dout has 2*C), much like a radix
-// sort. For the ids 7 3 7 9 7 at the positions 0 to 4:
+// Kernel 3 sends N*C elements to the L2 as atomics, twice. If it is known which positions hold an id, their rows of
+// dout can be added up in registers: dwte then sees each of its rows once each way, as plain loads and stores, and the
+// order is fixed. To know it takes two small kernels over the ids (4 bytes a position, where dout has 2*C), much like a
+// radix sort. For the ids 7 3 7 9 7 at the positions 0 to 4:
 //
 //   tile kernel   equal ids of a warp become runs:  7 at {0,2,4}, 3 at {1}, 9 at {3}; dealt out to bins by their id
 //   bin kernel    runs of an id become its group:   3: {1}   7: {0,2,4}   9: {3}
@@ -598,8 +598,9 @@ constexpr int POSITIONS_PER_TEAM = 16;  // of the short groups, about
 // it has loaded before.
 //
 // Slice by slice: blocks start in order of x, then y, then z (nothing promises it, and no result depends on it), so all
-// work on one slice of the columns is done before the next begins. A slice of dout is small enough for the L2: what dwpe's blocks have read in long runs, dwte's read
-// again from there, in whatever order the ids want. dwpe needs no groups, so its first two slices go ahead.
+// work on one slice of the columns is done before the next begins. A slice of dout is small enough for the L2: what
+// dwpe's blocks have read in long runs, dwte's read again from there, in whatever order the ids want. dwpe needs no
+// groups, so its first two slices go ahead.
 template <typename floatX, typename gradX, int width, bool stochastic>
 __global__ void __launch_bounds__(1024)
     encoder_backward_kernel4(Gradient<gradX> dwte, Gradient<gradX> dwpe, const floatX *dout, const int *inp,
@@ -944,7 +945,8 @@ cudaError_t encoder_backward4(gradX *dwte, gradX *dwpe, const floatX *dout, cons
 //   runs.
 // - Rows of dout through shared memory with cp.async, any number on their way: twice as slow, since each row then
 //   passes a loop of its own with its own bookkeeping. A warp a group with 8 bytes a lane: no two teams that wait for
-//   each other, but twice the instructions. 32 lanes of 16 bytes: a slice is 512 bytes then, and dout's outgrows the L2.
+//   each other, but twice the instructions. 32 lanes of 16 bytes: a slice is 512 bytes then, and dout's outgrows the
+//   L2.
 // What is left: 6 of 16 warps a scheduler, waiting for L2 and DRAM, both of which are half to three quarters busy.
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward5(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,

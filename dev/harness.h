@@ -421,7 +421,7 @@ struct Harness {
         std::function<void()> fill;            // what it holds before a launch, if not poison
         std::function<CheckResult()> compare;  // a workspace has none
         std::function<void()> reference;
-        bool used_up = false;                // what it held has to be there again for each cold run
+        bool used_up = false;  // what it held has to be there again for each cold run
         std::string tolerance = "";
         bool fresh = false;                  // to be left as it was allocated, once
         unsigned long long fingerprint = 0;  // of what the first launch of a version left there
@@ -1198,7 +1198,7 @@ struct Harness {
         }
         const char *promised[] = {", the same bits each time", ", the same bits each time at a block size", ""};
         fprintf(report, "check: max error %.1f (allowed %s%s) over %lld elements%s%s: ok\n", max_error,
-                tolerances().c_str(), all.slack ? ", and what float sums may be off" : "", all.elements,
+                tolerances().c_str(), all.slack ? " beyond what float sums may be off" : "", all.elements,
                 all.sampled ? " of sampled rows" : "", promised[reproducible]);
         return true;
     }

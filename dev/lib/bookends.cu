@@ -15,7 +15,7 @@ extern "C" const char *bk_error_string(int error) {
         case BK_ERROR_NULL:
             return "a pointer is null";
         case BK_ERROR_SHAPE:
-            return "a size is negative or too large";
+            return "a size is negative or too large, or P is less than V";
         case BK_ERROR_DTYPE:
             return "no such dtype, or two that don't go together";
         case BK_ERROR_VERSION:

@@ -24,7 +24,7 @@ typedef struct CUstream_st *bk_stream;
 enum {
     BK_OK = 0,
     BK_ERROR_NULL = 1,    /* a pointer that may not be null is null, and there is work to do */
-    BK_ERROR_SHAPE = 2,   /* a negative size, or one beyond what the function allows */
+    BK_ERROR_SHAPE = 2,   /* a negative size, one beyond what the function allows, or P less than V */
     BK_ERROR_DTYPE = 3,   /* no such bk_dtype, or two that don't go together */
     BK_ERROR_VERSION = 4, /* no such version */
     BK_ERROR_UNSUPPORTED = 5, /* that version cannot do what was asked */
@@ -85,9 +85,9 @@ size_t bk_encoder_backward_workspace_bytes(int B, int T, int C, int V, int versi
  * a 16-bit result is rounded once, from what was there plus the sum. With BK_STOCHASTIC it goes to one of its two
  * neighbours with the probability of its distance from the other, in steps of 2^-16 (so a float far below fp16's
  * smallest number still has one chance in 65,536 of becoming that); what is exact stays, what is beyond half an ulp
- * over the largest number is infinity, and fp32 gradients are not affected. Versions 1 to 3 round at every addition; they refuse BK_STOCHASTIC
- * with 16-bit gradients (BK_ERROR_UNSUPPORTED). The arrays must not overlap. Nothing to add (B or T of 0, or no good id):
- * BK_OVERWRITE still zeroes. Both gradients null: nothing is done, and no id is looked at. */
+ * over the largest number is infinity, and fp32 gradients are not affected. Versions 1 to 3 round at every addition;
+ * they refuse BK_STOCHASTIC with 16-bit gradients (BK_ERROR_UNSUPPORTED). The arrays must not overlap. Nothing to add (B
+ * or T of 0, or no good id): BK_OVERWRITE still zeroes. Both gradients null: nothing is done, and no id is looked at. */
 int bk_encoder_backward(void *dwte, void *dwpe, const void *dout, const int32_t *inp, int64_t *status, void *workspace,
                         int B, int T, int C, int V, bk_dtype dtype, bk_dtype grad_dtype, int flags, uint64_t seed,
                         int version, bk_stream stream);
