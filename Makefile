@@ -63,11 +63,9 @@ $(KERNELS): %: $(BUILD)/% ## one kernel's binary ($(KERNELS)); ./KERNEL is a lin
 lib: $(BUILD)/libbookends.a $(BUILD)/libbookends.so ## libbookends.a and libbookends.so, with dev/lib/bookends.h
 	@ln -sf $^ .
 
-# The text needs its whole vocabulary; a CPU has time for a few rows of that.
-run_options = $(if $(filter cpu-classifier_fused,$(DEVICE)-$(1)),-b 1 -t 16 -v 50257)
 run: all ## the main job: every version of every kernel on real text, checked, timed and tabled
 	@rm -f $(BUILD)/run.jsonl
-	@$(foreach kernel,$(KERNELS),./$(kernel) all --tokens dev/data/primer.bin $(call run_options,$(kernel)) \
+	@$(foreach kernel,$(KERNELS),./$(kernel) all --tokens dev/data/primer.bin \
 	    --json $(BUILD)/run.jsonl && echo &&) true
 
 # all that can be built, without the links at the top
