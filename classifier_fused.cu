@@ -331,10 +331,11 @@ __device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args
     ClassifierGradient g;
     g.max = seen.max;
     g.to_p = __frcp_rn(sum);
-    g.a = target.bad ? NAN : unit * (o.z_loss != 0 ? 1 + 2 * o.z_loss * lse : 1.0f) * g.to_p;
-    g.b = unit * args.smoothing;
-    g.at_target = target.slope *
-                  fmaf(g.a, fast_exp2((target.value - seen.max) * args.power), -(unit * (1 - o.label_smoothing) + g.b));
+    const float factor = (o.z_loss != 0 ? 1 + 2 * o.z_loss * lse : 1.0f) * g.to_p;
+    g.a = target.bad ? NAN : unit * factor;
+    g.b = args.smoothing != 0 ? unit * args.smoothing : 0.0f;  // not infinity times 0
+    const float wanted = 1 - o.label_smoothing + args.smoothing;
+    g.at_target = target.slope * unit * fmaf(factor, fast_exp2((target.value - seen.max) * args.power), -wanted);
     return g;
 }
 
@@ -546,9 +547,9 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
 // row.
 //
 // What is left is DRAM: a version without any arithmetic was no faster (H200). Hence:
-// - Arriving lines are marked to be kept (evict_last). The gradient comes to the same place soon, and if the line is
-//   still in the L2 then, reads and writes disturb each other less: worth 3 to 5%, where evict_first costs 5%. Once
-//   written, a line is as any other. The writes are streaming; as plain ones they cost 4%.
+// - Arriving lines are marked to be kept (evict_last), if the gradient is formed in place. It comes to the same place
+//   soon, and if the line is still in the L2 then, reads and writes disturb each other less: worth 3 to 5%, where
+//   evict_first costs 5%. Once written, a line is as any other. The writes are streaming; as plain ones they cost 4%.
 // - What the readers saw goes by st.async, which brings its own bytes to the barrier. With a plain store and an arrival
 //   that releases at cluster scope, each row paid 2 us: such a fence waits for all stores to global memory.
 // - A ring that holds 1.4 rows at least. Rows spread over more blocks are fewer streams for DRAM, but each block has
@@ -653,8 +654,8 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                 const unsigned bytes = min(plan.chunk, cut.vectors - v) * 16;
                 wait_for_phase(&memory.empty[ring.slot], ring.phase ^ 1);
                 ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full, bytes);
-                bulk_load_kept(memory.ring + ring.slot * plan.chunk, target.logits + cut.head + (size_t)v * x128::size,
-                               bytes, full);
+                load_bulk(memory.ring + ring.slot * plan.chunk, target.logits + cut.head + (size_t)v * x128::size,
+                          bytes, full, args.dlogits == args.logits);
                 ring.next(plan.stages);
             }
         }
@@ -803,10 +804,8 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                     ring.next(plan.stages);
                 }
             }
-            if (rank == 0) {
-                zero_columns(target.dlogits, args.V, args.P, me, threads);
-                zero_columns(target.probs, args.V, args.P, me, threads);
-            }
+            zero_columns(target.dlogits, args.V, args.P, rank * threads + me, ranks * threads);
+            zero_columns(target.probs, args.V, args.P, rank * threads + me, ranks * threads);
         }
     }
     cluster.sync();  // nobody leaves while others may tell it something
@@ -839,7 +838,8 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
 // takes 96 to 800 of it. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for P < V, a negative size
 // or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an earlier call left behind
 // comes out here too); cudaSuccess without a launch when N = 0. dlogits and probs are formed in float and rounded once.
-// The same inputs give the same bits at the same block size; version 1, at any.
+// The same inputs give the same bits at the same block size, for the same outputs; version 1, at any. A softcap leaves
+// z exact to softcap * 1e-7.
 
 template <typename floatX>
 using ClassifierFused = cudaError_t (*)(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
@@ -994,8 +994,10 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
     int clusters = 0;
     cudaError_t error = allow_shared(kernel, config.dynamicSmemBytes);
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (error != cudaSuccess) return error;
-    if (clusters == 0) return cudaErrorNotSupported;
+    if (error != cudaSuccess || clusters == 0) {
+        cudaGetLastError();  // it is dealt with
+        return cudaErrorNotSupported;
+    }
     config.gridDim = std::min((unsigned)clusters, (unsigned)args.N) * ranks;
     return cudaLaunchKernelEx(&config, kernel, args, plan);
 }
@@ -1036,6 +1038,7 @@ constexpr Version<ClassifierFused<floatX>> classifier_fused_versions[] = {
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef BOOKENDS_NO_MAIN
 #include <memory>
+#include <mutex>
 
 #include "dev/harness.h"
 
@@ -1079,12 +1082,18 @@ template <typename floatX>
 struct ClassifierReference {
     LogitValues<floatX> logits;
     ClassifierOptions options;
+    long long N;
     std::vector<ClassifierRow> rows;
     std::vector<char> known;
+    std::once_flag sized;  // when the first row is looked at: what can be refused has been refused by then
+
+    ClassifierReference(const LogitValues<floatX> &logits, const ClassifierOptions &options, long long N)
+        : logits(logits), options(options), N(N) {}
 
     // Row r, its dlogits and probabilities (V), and its z, by which slack is measured.
     ClassifierRow make(std::vector<double> &dlogits, std::vector<double> &probs, std::vector<double> &z, long long r) {
         const LogitRow<floatX> row = {logits, r};
+        size_rows();
         for (std::vector<double> *some : {&dlogits, &probs, &z}) some->resize(logits.V);
         rows[r] = classifier_fused_cpu(dlogits.data(), probs.data(), z.data(), row, logits.targets[r], options.dloss,
                                        logits.V, options);
@@ -1093,7 +1102,14 @@ struct ClassifierReference {
     }
     ClassifierRow find(long long r) {
         std::vector<double> dlogits, probs, z;
+        size_rows();
         return known[r] ? rows[r] : make(dlogits, probs, z, r);
+    }
+    void size_rows() {
+        std::call_once(sized, [&] {
+            rows.resize(N);
+            known.resize(N);
+        });
     }
 };
 
@@ -1147,11 +1163,8 @@ void classifier_fused_race(Harness &h) {
     const int *host_targets = h.host_tokens.data();
     LogitValues<floatX> values = {
         {1, h.seed}, {2, h.seed}, kind == "gaussian" ? GAUSSIAN : kind == "peaked" ? PEAKED : UNIFORM, V, P, targets};
-    auto reference =
-        std::make_shared<ClassifierReference<floatX>>(ClassifierReference<floatX>{values, options, {}, {}});
+    auto reference = std::make_shared<ClassifierReference<floatX>>(values, options, N);
     reference->logits.targets = host_targets;
-    reference->rows.resize(h.host_tokens.size());  // there are no targets where memory has run out
-    reference->known.resize(h.host_tokens.size());
     status_word *status = h.status();
 
     // The longest sum that there is: that of a lane where a warp has the row, and of what is put together then.
@@ -1231,7 +1244,9 @@ int main(int argc, char **argv) {
                {'v', "V", 50257, 50257},
                {'p', "P", 0, 0, "V rounded up to a multiple of 128"}},
               {{"--logits", {"gaussian", "peaked", "uniform"}, "how they are distributed"},
-               {"--output", {"in-place", "other", "none"}, "the gradient goes over the logits, to a buffer of its own, or is not wanted"},
+               {"--output",
+                {"in-place", "other", "none"},
+                "the gradient goes over the logits, to a buffer of its own, or is not wanted"},
                {"--probs", {}, "the probabilities too"},
                {"--lse", {}, "the logarithm of each row's sum too"},
                {"--accuracy", {}, "whether each row's largest logit is the target's, too"}},

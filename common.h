@@ -380,20 +380,24 @@ __device__ inline void wait_for_phase(uint64_t *barrier, unsigned parity) {
 }
 
 // Copies from global to shared memory, both multiples of 16 bytes, and counts the bytes at the barrier when they are
-// there. The L2 keeps these lines longer than others (evict_last), until they have been written.
-__device__ inline void bulk_load_kept(void *to, const void *from, unsigned bytes, uint64_t *barrier) {
+// there. `keep`: the L2 keeps these lines longer than others (evict_last), until they have been written.
+__device__ inline void load_bulk(void *to, const void *from, unsigned bytes, uint64_t *barrier, bool keep) {
 #ifdef __CUDA_ARCH__
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-        :
-        : "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
-          "r"((unsigned)__cvta_generic_to_shared(barrier)), "l"(policy)
-        : "memory");
+    if (keep) {
+        uint64_t policy;
+        asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+            :
+            : "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
+              "r"((unsigned)__cvta_generic_to_shared(barrier)), "l"(policy)
+            : "memory");
+        return;
+    }
 #else
-    cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, to, from, bytes, barrier);
+    (void)keep;  // a CPU's caches take no hints
 #endif
+    cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, to, from, bytes, barrier);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -499,6 +499,7 @@ struct Harness {
         if (!plain || end == text || *end != '\0' || !(n.least <= value && value <= n.most)) {
             refuse(EXIT_BAD_INPUT, "%s: '%s' is not a number from %g to %g", n.option, text, n.least, n.most);
         }
+        if (value != 0 && (float)value == 0) refuse(EXIT_BAD_INPUT, "%s: '%s' is 0 as a float", n.option, text);
         return value;
     }
 
@@ -1034,7 +1035,7 @@ struct Harness {
     void flush() {
         if (!scratch) return;
         cudaCheck(cudaStreamSynchronize(stream));
-        cudaCheck(cudaCtxResetPersistingL2Cache());
+        if (cudaCtxResetPersistingL2Cache() != cudaSuccess) cudaGetLastError();  // a device that cannot keeps none
         cudaCheck(cudaMemsetAsync(scratch, 0, flush_bytes, stream));
     }
 
@@ -1274,7 +1275,7 @@ struct Harness {
             if (!c.values.empty()) fprintf(report, "=%s", c.values[c.chosen]);
         }
         for (const Number &n : numbers) {
-            if (n.value != n.normally) fprintf(report, " %s=%.9g", key_of(n.option).c_str(), n.value);
+            if (n.value != n.normally) fprintf(report, " %s=%s", key_of(n.option).c_str(), text_of(n).c_str());
         }
         fprintf(report, "\n");
         fflush(report);
@@ -1314,7 +1315,7 @@ struct Harness {
             const std::string value = c.values.empty() ? c.chosen ? "true" : "false" : quoted(c.values[c.chosen]);
             line += format(", \"%s\": %s", key_of(c.option).c_str(), value.c_str());
         }
-        for (const Number &n : numbers) line += format(", \"%s\": %.9g", key_of(n.option).c_str(), n.value);
+        for (const Number &n : numbers) line += format(", \"%s\": %s", key_of(n.option).c_str(), text_of(n).c_str());
         line += format(", \"block_size\": %d", r.block_size);
         line += format(
             ", \"best\": %s, \"runs\": %d, \"time_ms_min\": %s, \"time_ms_median\": %s, \"time_ms_p90\": %s, "
@@ -1342,6 +1343,7 @@ struct Harness {
         if (!written) refuse(EXIT_BAD_INPUT, "--json: cannot write '%s': %s", json_path.c_str(), strerror(errno));
     }
 
+    static std::string text_of(const Number &n) { return format(n.whole ? "%.0f" : "%.9g", n.value); }
     static std::string positive_or_null(double value) { return value > 0 ? format("%.6g", value) : "null"; }
 
     static std::string quoted(const std::string &text) {
