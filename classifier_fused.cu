@@ -888,7 +888,7 @@ cudaError_t classifier_fused1(floatX *dlogits, float *losses, float *lse, floatX
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
                                  int block = block_size;
                                  const unsigned grid_size = grid_blocks((long long)N * WARP_SIZE, &block);
-                                 classifier_fused_kernel1<floatX, decltype(softcap)::value, decltype(extras)::value>
+                                 classifier_fused_kernel1<floatX, softcap.value, extras.value>
                                      <<<grid_size, block, 0, stream>>>(args);
                                  return cudaGetLastError();
                              });
@@ -900,7 +900,7 @@ cudaError_t classifier_fused2(floatX *dlogits, float *losses, float *lse, floatX
                               int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
     return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
-                                 classifier_fused_kernel2<floatX, decltype(softcap)::value, decltype(extras)::value>
+                                 classifier_fused_kernel2<floatX, softcap.value, extras.value>
                                      <<<N, block_size, 0, stream>>>(args);
                                  return cudaGetLastError();
                              });
@@ -910,13 +910,12 @@ template <typename floatX>
 cudaError_t classifier_fused3(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,
                               int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
-    return classifier_launch(
-        dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
-        [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
-            classifier_fused_kernel3<floatX, decltype(softcap)::value, decltype(extras)::value, false>
-                <<<N, block_size, 0, stream>>>(args);
-            return cudaGetLastError();
-        });
+    return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
+                             [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+                                 classifier_fused_kernel3<floatX, softcap.value, extras.value, false>
+                                     <<<N, block_size, 0, stream>>>(args);
+                                 return cudaGetLastError();
+                             });
 }
 
 template <typename floatX>
@@ -925,8 +924,7 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
                               int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
     return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
-                                 return launch_reverse<decltype(softcap)::value, decltype(extras)::value>(
-                                     args, block_size, stream);
+                                 return launch_reverse<softcap.value, extras.value>(args, block_size, stream);
                              });
 }
 
@@ -964,9 +962,7 @@ inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool 
 template <typename... Parameters>
 size_t staging_memory(void (*kernel)(Parameters...)) {
     int device = 0, shared = 0;
-    cudaFuncAttributes about;
-    const bool good = cudaFuncGetAttributes(&about, kernel) == cudaSuccess && about.ptxVersion >= 90 &&
-                      cudaGetDevice(&device) == cudaSuccess &&
+    const bool good = runs_sm_90_code(kernel) && cudaGetDevice(&device) == cudaSuccess &&
                       cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
     return good ? (size_t)shared : 0;
 }
@@ -1009,19 +1005,18 @@ template <typename floatX>
 cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,
                               int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
-    return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
-                             [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
-                                 if constexpr (!decltype(softcap)::value && decltype(extras)::value != ALL_EXTRAS) {
-                                     const cudaError_t error =
-                                         launch_staged<decltype(extras)::value>(args, block_size, stream);
-                                     if (error != cudaErrorNotSupported) return error;
-                                 }
-                                 // About eight vectors a thread are best there.
-                                 const int threads = std::clamp(
-                                     (int)(args.V / Packed128<floatX>::size) / 8 / WARP_SIZE * WARP_SIZE, 64, 512);
-                                 return launch_reverse<decltype(softcap)::value, decltype(extras)::value>(
-                                     args, std::min(block_size, threads), stream);
-                             });
+    return classifier_launch(
+        dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
+        [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+            if constexpr (!softcap.value && extras.value != ALL_EXTRAS) {
+                const cudaError_t error = launch_staged<extras.value>(args, block_size, stream);
+                if (error != cudaErrorNotSupported) return error;
+            }
+            // About eight vectors a thread are best there.
+            const int threads =
+                std::clamp((int)(args.V / Packed128<floatX>::size) / 8 / WARP_SIZE * WARP_SIZE, 64, 512);
+            return launch_reverse<softcap.value, extras.value>(args, std::min(block_size, threads), stream);
+        });
 }
 
 template <typename floatX>
@@ -1038,7 +1033,6 @@ constexpr Version<ClassifierFused<floatX>> classifier_fused_versions[] = {
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef BOOKENDS_NO_MAIN
 #include <memory>
-#include <mutex>
 
 #include "dev/harness.h"
 
@@ -1082,18 +1076,12 @@ template <typename floatX>
 struct ClassifierReference {
     LogitValues<floatX> logits;
     ClassifierOptions options;
-    long long N;
     std::vector<ClassifierRow> rows;
     std::vector<char> known;
-    std::once_flag sized;  // when the first row is looked at: what can be refused has been refused by then
-
-    ClassifierReference(const LogitValues<floatX> &logits, const ClassifierOptions &options, long long N)
-        : logits(logits), options(options), N(N) {}
 
     // Row r, its dlogits and probabilities (V), and its z, by which slack is measured.
     ClassifierRow make(std::vector<double> &dlogits, std::vector<double> &probs, std::vector<double> &z, long long r) {
         const LogitRow<floatX> row = {logits, r};
-        size_rows();
         for (std::vector<double> *some : {&dlogits, &probs, &z}) some->resize(logits.V);
         rows[r] = classifier_fused_cpu(dlogits.data(), probs.data(), z.data(), row, logits.targets[r], options.dloss,
                                        logits.V, options);
@@ -1102,14 +1090,7 @@ struct ClassifierReference {
     }
     ClassifierRow find(long long r) {
         std::vector<double> dlogits, probs, z;
-        size_rows();
         return known[r] ? rows[r] : make(dlogits, probs, z, r);
-    }
-    void size_rows() {
-        std::call_once(sized, [&] {
-            rows.resize(N);
-            known.resize(N);
-        });
     }
 };
 
@@ -1163,8 +1144,13 @@ void classifier_fused_race(Harness &h) {
     const int *host_targets = h.host_tokens.data();
     LogitValues<floatX> values = {
         {1, h.seed}, {2, h.seed}, kind == "gaussian" ? GAUSSIAN : kind == "peaked" ? PEAKED : UNIFORM, V, P, targets};
-    auto reference = std::make_shared<ClassifierReference<floatX>>(values, options, N);
+    auto reference =
+        std::make_shared<ClassifierReference<floatX>>(ClassifierReference<floatX>{values, options, {}, {}});
     reference->logits.targets = host_targets;
+    h.prepare_references = [=] {
+        reference->rows.resize(N);
+        reference->known.resize(N);
+    };
     status_word *status = h.status();
 
     // The longest sum that there is: that of a lane where a warp has the row, and of what is put together then.

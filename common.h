@@ -340,6 +340,17 @@ __device__ T block_exclusive_sum(T value, T *total) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// compute capability 9.0
+
+// Whether what follows is in the code of this kernel. It is not in code for an older device, even if that is compiled
+// anew on a newer one.
+template <typename... Parameters>
+bool runs_sm_90_code(void (*kernel)(Parameters...)) {
+    cudaFuncAttributes about;
+    return cudaFuncGetAttributes(&about, kernel) == cudaSuccess && about.ptxVersion >= 90;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // programmatic dependent launch (compute capability 9.0): a kernel may start before the one in front of it has ended
 
 // The next kernel in the stream, if it was launched for that, may start once every block here has come by.
@@ -354,13 +365,6 @@ __device__ inline void wait_for_previous_kernel() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();
 #endif
-}
-
-// Whether this kernel may be launched so: code for an older device, compiled anew on a new one, would not wait.
-template <typename... Parameters>
-bool can_overlap(void (*kernel)(Parameters...)) {
-    cudaFuncAttributes about;
-    return cudaFuncGetAttributes(&about, kernel) == cudaSuccess && about.ptxVersion >= 90;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

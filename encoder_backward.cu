@@ -884,7 +884,8 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
             cudaLaunchKernelEx(&config, encoder_backward_tile_kernel, groups, inp, status, N, V, bins, arrived_count);
         if (error != cudaSuccess) return error;
 
-        config.numAttrs = overlap && can_overlap(encoder_backward_bin_kernel) ? 1 : 0;  // for this kernel and the next
+        config.numAttrs =
+            overlap && runs_sm_90_code(encoder_backward_bin_kernel) ? 1 : 0;  // for this kernel and the next
         config.gridDim = bins.count;
         config.blockDim = BIN_WARPS * WARP_SIZE;
         config.dynamicSmemBytes = bin_shared_bytes;
@@ -981,7 +982,6 @@ constexpr Version<EncoderBackward<floatX, gradX>> encoder_backward_versions[] = 
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef BOOKENDS_NO_MAIN
 #include <memory>
-#include <mutex>
 
 #include "dev/harness.h"
 
@@ -1009,27 +1009,21 @@ void encoder_backward_race(Harness &h, GradientStore store) {
         for (long long c = 0; c < C; c++) row.slack[c] = slack * size[c];
         row.either_neighbour = store.stochastic;
     };
-    // positions[begin[id]..begin[id+1]-1] hold id. Made when the first row is looked at: all that can be refused has
-    // been refused by then.
-    struct PositionsOf {
-        std::once_flag made;
-        std::vector<int> begin, positions;
-        void make(const std::vector<int> &ids, int V) {
-            begin.resize(V + 1LL);
-            positions.resize(ids.size());
-            for (int id : ids) begin[id + 1LL]++;
-            for (long long id = 0; id < V; id++) begin[id + 1] += begin[id];
-            std::vector<int> next = begin;
-            for (size_t bt = 0; bt < ids.size(); bt++) positions[next[ids[bt]]++] = (int)bt;
-        }
+    // positions[begin[id]..begin[id+1]-1] hold id
+    auto begin = std::make_shared<std::vector<int>>(), positions = std::make_shared<std::vector<int>>();
+    h.prepare_references = [=, &h] {
+        begin->resize(V + 1LL);
+        positions->resize(N);
+        for (int id : h.host_tokens) (*begin)[id + 1LL]++;
+        for (long long id = 0; id < V; id++) (*begin)[id + 1] += (*begin)[id];
+        std::vector<int> next = *begin;
+        for (long long bt = 0; bt < N; bt++) (*positions)[next[h.host_tokens[bt]]++] = (int)bt;
     };
-    auto of = std::make_shared<PositionsOf>();
     gradX *dwte = h.output<gradX>(
         "dwte", V, C, 0,
-        [=, &h](Expected &row, long long id) {
-            std::call_once(of->made, [&] { of->make(h.host_tokens, V); });
-            const int first = of->begin[id], count = of->begin[id + 1] - first;
-            expect(row, dwte_values, id, of->positions.data() + first, count);
+        [=](Expected &row, long long id) {
+            const int first = (*begin)[id], count = (*begin)[id + 1] - first;
+            expect(row, dwte_values, id, positions->data() + first, count);
         },
         store.overwrite ? nullptr : &dwte_values);
     gradX *dwpe = h.output<gradX>(

@@ -241,6 +241,7 @@ struct Harness {
     std::vector<int> host_tokens;
     double bytes = 0, flops = 0;                   // the fewest that the job must move and do
     std::function<std::string(int version)> skip;  // may say why a version can't run; empty: it can
+    std::function<void()> prepare_references;      // makes what they share, once all that can be refused has been
 
     // for the references, which may depend on it: the version that is being checked; 0 where the reference runs alone
     int running = 0;
@@ -378,6 +379,7 @@ struct Harness {
             refuse(EXIT_NO_DEVICE, "out of memory: needs %.4g GiB on the device, %.4g GiB are free",
                    needed_bytes / 0x1p30, (double)free_bytes / 0x1p30);
         }
+        if (prepare_references && (do_check || version == 0)) prepare_references();
         if (version == 0) return race_reference();
         cudaCheck(cudaStreamCreate(&stream));
         cudaCheck(cudaDeviceSynchronize());

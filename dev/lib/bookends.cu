@@ -31,6 +31,20 @@ extern "C" const char *bk_error_string(int error) {
     }
 }
 
+// run() with a value of that type, which only names it.
+template <typename Run>
+static int with_type(bk_dtype dtype, Run run) {
+    switch (dtype) {
+        case BK_FP32:
+            return run(float());
+        case BK_FP16:
+            return run(half());
+        case BK_BF16:
+            return run(__nv_bfloat16());
+    }
+    return BK_ERROR_DTYPE;
+}
+
 template <typename floatX>
 static int encoder_forward(void *out, const int32_t *inp, const void *wte, const void *wpe, int64_t *status, int B,
                            int T, int C, int V, int number, cudaStream_t stream) {
@@ -46,15 +60,9 @@ static int encoder_forward(void *out, const int32_t *inp, const void *wte, const
 extern "C" int bk_encoder_forward(void *out, const int32_t *inp, const void *wte, const void *wpe, int64_t *status,
                                   int B, int T, int C, int V, bk_dtype dtype, int version, bk_stream stream) {
     if (B < 0 || T < 0 || C < 0 || V < 0) return BK_ERROR_SHAPE;
-    switch (dtype) {
-        case BK_FP32:
-            return encoder_forward<float>(out, inp, wte, wpe, status, B, T, C, V, version, stream);
-        case BK_FP16:
-            return encoder_forward<half>(out, inp, wte, wpe, status, B, T, C, V, version, stream);
-        case BK_BF16:
-            return encoder_forward<__nv_bfloat16>(out, inp, wte, wpe, status, B, T, C, V, version, stream);
-    }
-    return BK_ERROR_DTYPE;
+    return with_type(dtype, [=](auto type) {
+        return encoder_forward<decltype(type)>(out, inp, wte, wpe, status, B, T, C, V, version, stream);
+    });
 }
 
 template <typename floatX, typename gradX>
@@ -87,19 +95,11 @@ extern "C" int bk_encoder_backward(void *dwte, void *dwpe, const void *dout, con
     if (B < 0 || T < 0 || C < 0 || V < 0 || (long long)B * T > INT32_MAX) return BK_ERROR_SHAPE;
     if (flags & ~(BK_OVERWRITE | BK_STOCHASTIC)) return BK_ERROR_FLAGS;
     if (grad_dtype != dtype && grad_dtype != BK_FP32) return BK_ERROR_DTYPE;
-    auto call = [&](auto run) {
+    return with_type(dtype, [=](auto type) {
+        typedef decltype(type) floatX;
+        const auto run = grad_dtype == dtype ? encoder_backward<floatX, floatX> : encoder_backward<floatX, float>;
         return run(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, flags, seed, version, stream);
-    };
-    switch (dtype) {
-        case BK_FP32:
-            return call(encoder_backward<float, float>);
-        case BK_FP16:
-            return call(grad_dtype == dtype ? encoder_backward<half, half> : encoder_backward<half, float>);
-        case BK_BF16:
-            return call(grad_dtype == dtype ? encoder_backward<__nv_bfloat16, __nv_bfloat16>
-                                            : encoder_backward<__nv_bfloat16, float>);
-    }
-    return BK_ERROR_DTYPE;
+    });
 }
 
 template <typename floatX>
@@ -127,16 +127,8 @@ extern "C" int bk_classifier_fused(void *dlogits, float *losses, float *lse, voi
              options->label_smoothing, options->z_loss,      options->ignore_index};
     }
     if (!valid_options(o)) return BK_ERROR_OPTIONS;
-    auto call = [&](auto run) {
-        return run(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, o, version, stream);
-    };
-    switch (dtype) {
-        case BK_FP32:
-            return call(classifier_fused<float>);
-        case BK_FP16:
-            return call(classifier_fused<half>);
-        case BK_BF16:
-            return call(classifier_fused<__nv_bfloat16>);
-    }
-    return BK_ERROR_DTYPE;
+    return with_type(dtype, [=](auto type) {
+        return classifier_fused<decltype(type)>(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status,
+                                                N, V, P, o, version, stream);
+    });
 }

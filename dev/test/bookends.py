@@ -230,6 +230,13 @@ def library():
     return _library
 
 
+def leave_an_error_behind():
+    """As a failed call of the user's does, in the CUDA runtime that the library is linked with: the CPU device's."""
+    pointer = ctypes.c_void_p()
+    cudaMalloc = library()._Z10cudaMallocPPvm  # a C++ function there
+    assert cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(1 << 60)) == 2
+
+
 def error_string(code):
     return library().bk_error_string(code).decode()
 
