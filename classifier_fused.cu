@@ -103,13 +103,11 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
 // what the kernels share
 
 // Exponentials are powers of two here, as in the hardware: exp(z) = 2^(z * log2(e)).
-constexpr float LOG2E = 1.44269504f;
+constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
 // The launcher's arguments, and the constants that the options come to: z = value * size, where value is the logit, its
 // sign turned if logit_scale is negative (with ALL_EXTRAS), or tanh of it. So the largest value is that of the
-// largest z, and a scale costs nothing: exp(z - max) is the power of two of (value - max) * (size * log2(e)). The
-// difference comes first, since it is exact where it matters. A multiply-add of value * power - (max * power) would
-// save an instruction, but max * power is rounded, and that error grows with max.
+// largest z, and a scale costs nothing: exp(z) is the power of two of value * (size * log2(e)).
 template <typename floatX>
 struct ClassifierArguments {
     floatX *dlogits;
@@ -128,6 +126,31 @@ struct ClassifierArguments {
     float inner = 0;            // with a softcap: exp(2u) = 2^(inner * x), where tanh(u) is wanted
     float smoothing = 0;        // label_smoothing / V
 };
+
+// exp(z - max) as 2^(value * factor - point), which is a multiply-add. The point is max * power, rounded. What it is off
+// by does no harm, since all that is formed of a row counts from the same point; until it is too much. But from 2^30 on
+// the float next to max is 2^-64 times as likely already: whether a value is the largest is all that counts, and for
+// that any factor does which makes max * factor exact.
+struct Exponent {
+    float factor, point;
+
+    __device__ Exponent(float max, float power) {
+        factor = power;
+        point = max * power;
+        if (!(fabsf(point) < 0x1p30f)) {
+            // A power of two, near 2^31/max: so large that smaller values come to 0.
+            factor = __uint_as_float(min(285u - (__float_as_uint(max) >> 23 & 0xffu), 254u) << 23);
+            point = max * factor;
+        }
+    }
+    __device__ float exp(float value) const { return fast_exp2(fmaf(value, factor, -point)); }
+    __device__ float off(float max) const { return fmaf(max, factor, -point); }  // in powers of two
+};
+
+// What a sum that counts from one maximum is multiplied with, to count from another one.
+__device__ inline float rescale(float from, float to, float power) {
+    return fast_exp2(fmaf(from - to, power, Exponent(to, power).off(to) - Exponent(from, power).off(from)));
+}
 
 // What more there is to do for each element of a row, at compile time: nothing; the sum of the values, for label
 // smoothing; or that, whether any logit beats the target's, and signs.
@@ -192,14 +215,20 @@ __device__ ClassifierTarget<floatX> find_target(const ClassifierArguments<floatX
     return t;
 }
 
-// What has been seen of a row, as an online softmax has it: the largest value, and the sum of exp(z - max). The maximum
-// starts at the lowest finite number: with -inf, a row that begins with -inf would come to -inf - -inf. Extras: the sum
+// What has been seen of a row, as an online softmax has it: the largest value, and the sum of exp(z - max), as Exponent
+// forms it. The maximum starts at the lowest finite number: with -inf, a row that begins with -inf would come to -inf - -inf. Extras: the sum
 // of value - origin, and whether any logit beats the target's: is larger, or as large and comes before it. (Under a
 // softcap too it is the logits that are compared: tanh keeps their order, until rounding makes them equal. A NaN beats
 // everything.)
 struct OnlineSoftmax {
     float max = -FLT_MAX, sum = 0, excess = 0;
     bool beaten = false;
+};
+
+// The same while it grows, with how exponentials are formed at present.
+struct RunningSoftmax : OnlineSoftmax {
+    Exponent exponent;
+    __device__ explicit RunningSoftmax(float power) : exponent(max, power) {}
 };
 
 // The largest of a vector's elements; 16-bit ones go two an instruction. A NaN is none.
@@ -221,11 +250,24 @@ __device__ float largest_of(const Packed<T, width> &x) {
     }
 }
 
-// Sees `count` vectors, whose first columns are `stride` apart: the first `valid` of them, whatever the others hold.
+// Of neighbours first, then of the sums: shorter than one after the other, and closer.
+template <int width>
+__device__ float sum_of(const float (&values)[width]) {
+    float sums[width];
+    for (int k = 0; k < width; k++) sums[k] = values[k];
+#pragma unroll
+    for (int apart = 1; apart < width; apart *= 2) {
+#pragma unroll
+        for (int k = 0; k + apart < width; k += 2 * apart) sums[k] += sums[k + apart];
+    }
+    return sums[0];
+}
+
+// Sees vectors, whose first columns are `stride` apart.
 template <bool softcap, Extras extras, typename floatX, int width, int count>
-__device__ void see(OnlineSoftmax &seen, const Packed<floatX, width> (&x)[count], unsigned valid, unsigned column,
-                    unsigned stride, const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
-    float largest = -FLT_MAX, part[count], slope;
+__device__ void see(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count], unsigned column, unsigned stride,
+                    const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
+    float largest = -FLT_MAX, sums[count], slope;
 #pragma unroll
     for (int u = 0; u < count; u++) {
         float most;
@@ -236,39 +278,52 @@ __device__ void see(OnlineSoftmax &seen, const Packed<floatX, width> (&x)[count]
                 const float mine = args.sign * (float)x[u][k], best = args.sign * target.x;
                 most = fmaxf(most, mine);
                 const bool behind = column + u * stride + k >= target.index;
-                if (u < (int)valid && !(mine < best || (mine == best && behind))) seen.beaten = true;
+                if (!(mine < best || (mine == best && behind))) seen.beaten = true;
             }
             most *= args.sign;
         } else {
             most = largest_of(x[u]);
         }
-        if (u < (int)valid) largest = fmaxf(largest, value_and_slope<softcap, extras>(most, args, &slope));
+        largest = fmaxf(largest, value_and_slope<softcap, extras>(most, args, &slope));
     }
     if (largest > seen.max) {
-        seen.sum *= fast_exp2((seen.max - largest) * args.power);
+        if (seen.sum > 0) seen.sum *= rescale(seen.max, largest, args.power);
         seen.max = largest;
+        seen.exponent = Exponent(largest, args.power);
     }
 #pragma unroll
     for (int u = 0; u < count; u++) {
-        float value[width], excess = 0;
+        float value[width];
         to_floats(value, x[u]);
-        part[u] = 0;
 #pragma unroll
-        for (int k = 0; k < width; k++) {
-            value[k] = value_and_slope<softcap, extras>(value[k], args, &slope);
-            part[u] += fast_exp2((value[k] - seen.max) * args.power);
-            if (extras != NO_EXTRAS) excess += value[k] - target.origin;
+        for (int k = 0; k < width; k++) value[k] = value_and_slope<softcap, extras>(value[k], args, &slope);
+        if constexpr (extras != NO_EXTRAS) {
+            // What 16-bit logits have in common leaves room in a float for their sum; where they are floats it doesn't.
+            const bool differences = sizeof(floatX) == sizeof(float);
+            float moved[width];
+            for (int k = 0; k < width; k++) moved[k] = differences ? value[k] - target.origin : value[k];
+            seen.excess += fmaf(differences ? 0.0f : -width, target.origin, sum_of(moved));
         }
-        if (extras != NO_EXTRAS && u < (int)valid) seen.excess += excess;
-    }
 #pragma unroll
-    for (int u = 0; u < count; u++) seen.sum += u < (int)valid ? part[u] : 0.0f;
+        for (int k = 0; k < width; k++) value[k] = seen.exponent.exp(value[k]);
+        sums[u] = sum_of(value);
+    }
+    seen.sum += sum_of(sums);
 }
 template <bool softcap, Extras extras, typename floatX, int width>
-__device__ void see(OnlineSoftmax &seen, const Packed<floatX, width> &x, unsigned column,
+__device__ void see(RunningSoftmax &seen, const Packed<floatX, width> &x, unsigned column,
                     const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
     const Packed<floatX, width> one[1] = {x};
-    see<softcap, extras>(seen, one, 1, column, 0, target, args);
+    see<softcap, extras>(seen, one, column, 0, target, args);
+}
+
+__device__ inline OnlineSoftmax merge(OnlineSoftmax a, const OnlineSoftmax &b, float power) {
+    const float max = fmaxf(a.max, b.max);
+    a.sum = a.sum * rescale(a.max, max, power) + b.sum * rescale(b.max, max, power);
+    a.max = max;
+    a.excess += b.excess;
+    a.beaten |= b.beaten;
+    return a;
 }
 
 // What all lanes of a warp, or all threads of a block, have seen together; each gets the same bits.
@@ -276,7 +331,7 @@ template <Extras extras>
 __device__ OnlineSoftmax warp_merge(const OnlineSoftmax &seen, float power) {
     OnlineSoftmax all;
     all.max = warp_reduce_max(seen.max);
-    all.sum = warp_reduce_sum(seen.sum * fast_exp2((seen.max - all.max) * power));
+    all.sum = warp_reduce_sum(seen.sum * rescale(seen.max, all.max, power));
     if (extras != NO_EXTRAS) all.excess = warp_reduce_sum(seen.excess);
     if (extras == ALL_EXTRAS) all.beaten = __any_sync(0xffffffffu, seen.beaten);
     return all;
@@ -285,7 +340,7 @@ template <Extras extras>
 __device__ OnlineSoftmax block_merge(const OnlineSoftmax &seen, float power) {
     OnlineSoftmax all;
     all.max = block_reduce_max(seen.max);
-    all.sum = block_reduce_sum(seen.sum * fast_exp2((seen.max - all.max) * power));
+    all.sum = block_reduce_sum(seen.sum * rescale(seen.max, all.max, power));
     if (extras != NO_EXTRAS) all.excess = block_reduce_sum(seen.excess);
     if (extras == ALL_EXTRAS) all.beaten = __syncthreads_or(seen.beaten);
     return all;
@@ -293,7 +348,8 @@ __device__ OnlineSoftmax block_merge(const OnlineSoftmax &seen, float power) {
 
 // What the second pass needs: e = exp(z - max), p = to_p * e, and the gradient slope * (a * e - b), but at the target.
 struct ClassifierGradient {
-    float max, to_p, a, b, at_target;
+    Exponent exponent;
+    float to_p, a, b, at_target;
 };
 
 // The gradient of a row's loss.
@@ -302,90 +358,89 @@ __device__ float dloss_of(const ClassifierArguments<floatX> &args, long long row
     return args.dlosses ? args.options.dloss * args.dlosses[row] : args.options.dloss;
 }
 
-// The row's scalars, which the leader writes, and the constants of its gradient. All that is formed of max and another
-// z is formed of their difference, so that what the row's logits have in common costs no precision.
-template <Extras extras, typename floatX>
-__device__ ClassifierGradient finish_row(const ClassifierArguments<floatX> &args, long long row,
-                                         const ClassifierTarget<floatX> &target, const OnlineSoftmax &seen, float dloss,
-                                         bool leader) {
-    const ClassifierOptions &o = args.options;
-    const float sum = seen.sum > 0 ? seen.sum : NAN;  // 0: no logit above -inf
-    float log_sum = 0, lse = 0;
-    if (leader || o.z_loss != 0) {
-        log_sum = logf(sum);
+// The logarithm of a row's sum of exp(z - max), and of its sum of exp(z). All that is formed of max and another z is
+// formed of their difference, so that what the row's logits have in common costs no precision.
+struct RowSum {
+    float log_sum, lse;
+    template <typename floatX>
+    __device__ RowSum(const OnlineSoftmax &seen, const ClassifierArguments<floatX> &args) {
+        const float sum = seen.sum > 0 ? seen.sum : NAN;  // 0: no logit above -inf
+        log_sum = fmaf(-Exponent(seen.max, args.power).off(seen.max), LN2, logf(sum));
         lse = fmaf(seen.max, args.size, log_sum);
     }
-    if (leader) {
-        if (target.bad) report_bad_id(args.status, row);
-        float loss = log_sum - (target.value - seen.max) * args.size;
-        if (extras != NO_EXTRAS && o.label_smoothing != 0) {
-            const float mean = log_sum - (seen.excess / args.V - (seen.max - target.origin)) * args.size;
-            loss = (1 - o.label_smoothing) * loss + o.label_smoothing * mean;
-        }
-        if (o.z_loss != 0) loss += o.z_loss * lse * lse;
-        if (args.losses) args.losses[row] = target.ignored ? 0.0f : target.bad ? NAN : loss;
-        if (args.lse) args.lse[row] = lse;
-        if (args.correct) args.correct[row] = target.index < args.V && !seen.beaten;
-    }
+};
+
+template <typename floatX>
+__device__ ClassifierGradient gradient_constants(const ClassifierArguments<floatX> &args,
+                                                 const ClassifierTarget<floatX> &target, const OnlineSoftmax &seen,
+                                                 float dloss) {
+    const ClassifierOptions &o = args.options;
+    const Exponent exponent(seen.max, args.power);
     const float unit = dloss * o.logit_scale;
-    ClassifierGradient g;
-    g.max = seen.max;
-    g.to_p = __frcp_rn(sum);
-    const float factor = (o.z_loss != 0 ? 1 + 2 * o.z_loss * lse : 1.0f) * g.to_p;
-    g.a = target.bad ? NAN : unit * factor;
-    g.b = args.smoothing != 0 ? unit * args.smoothing : 0.0f;  // not infinity times 0
+    const float to_p = __frcp_rn(seen.sum > 0 ? seen.sum : NAN);
+    const float factor = (o.z_loss != 0 ? 1 + 2 * o.z_loss * RowSum(seen, args).lse : 1.0f) * to_p;
     const float wanted = 1 - o.label_smoothing + args.smoothing;
-    g.at_target = target.slope * unit * fmaf(factor, fast_exp2((target.value - seen.max) * args.power), -wanted);
-    return g;
+    const float a = target.bad ? NAN : unit * factor;
+    const float b = args.smoothing != 0 ? unit * args.smoothing : 0.0f;  // not infinity times 0
+    return {exponent, to_p, a, b, target.slope * unit * fmaf(factor, exponent.exp(target.value), -wanted)};
 }
 
-// The second pass for `count` vectors, whose first columns are `stride` apart: the first `valid` of them. An ignored
-// row's dlogits are left to others.
-template <bool softcap, Extras extras, bool streaming, typename floatX, int width, int count>
-__device__ void write_columns(const Packed<floatX, width> (&x)[count], unsigned valid, unsigned column, unsigned stride,
-                              const ClassifierTarget<floatX> &target, const ClassifierGradient &g,
-                              const ClassifierArguments<floatX> &args) {
-    auto store = [&](floatX *row, int u, const float(&values)[width]) {
-        floatX *const address = row + (column + (size_t)u * stride);
-        const auto packed = from_floats<floatX>(values);
-        if (u < (int)valid) streaming ? store_packed_cs(address, packed) : store_packed(address, packed);
-    };
-    auto exponential = [&](float x, float *slope) {
-        return fast_exp2((value_and_slope<softcap, extras>(x, args, slope) - g.max) * args.power);
-    };
-    float values[width], slope;
-    if (target.dlogits && !target.ignored) {
-#pragma unroll
-        for (int u = 0; u < count; u++) {
-            to_floats(values, x[u]);
-#pragma unroll
-            for (int k = 0; k < width; k++) {
-                const float e = exponential(values[k], &slope);
-                values[k] = slope * fmaf(g.a, e, -g.b);
-            }
-            store(target.dlogits, u, values);
-        }
-        // A second store to one element of the row, by the same thread: that costs less than a look at each.
-        for (int u = 0; u < count; u++) {
-            const bool mine = u < (int)valid && target.index - (column + u * stride) < width;
-            if (mine) target.dlogits[target.index] = (floatX)g.at_target;
-        }
+// The row's scalars: by one thread.
+template <Extras extras, typename floatX>
+__device__ void write_scalars(const ClassifierArguments<floatX> &args, long long row,
+                              const ClassifierTarget<floatX> &target, const OnlineSoftmax &seen) {
+    const ClassifierOptions &o = args.options;
+    const RowSum of_row(seen, args);
+    if (target.bad) report_bad_id(args.status, row);
+    float loss = of_row.log_sum - (target.value - seen.max) * args.size;
+    if (extras != NO_EXTRAS && o.label_smoothing != 0) {
+        const float mean = of_row.log_sum - (seen.excess / args.V - (seen.max - target.origin)) * args.size;
+        loss = (1 - o.label_smoothing) * loss + o.label_smoothing * mean;
     }
-    if (target.probs) {
-#pragma unroll
-        for (int u = 0; u < count; u++) {
-            to_floats(values, x[u]);
-#pragma unroll
-            for (int k = 0; k < width; k++) values[k] = g.to_p * exponential(values[k], &slope);
-            store(target.probs, u, values);
-        }
-    }
+    if (o.z_loss != 0) loss += o.z_loss * of_row.lse * of_row.lse;
+    if (args.losses) args.losses[row] = target.ignored ? 0.0f : target.bad ? NAN : loss;
+    if (args.lse) args.lse[row] = of_row.lse;
+    if (args.correct) args.correct[row] = target.index < args.V && !seen.beaten;
 }
+
+// Of a vector of logits: the gradient, but the target's is as any other's; and the probabilities.
+template <bool softcap, Extras extras, typename floatX, int width>
+__device__ Packed<floatX, width> gradient_of(const Packed<floatX, width> &x, const ClassifierGradient &g,
+                                             const ClassifierArguments<floatX> &args) {
+    float values[width], slope;
+    to_floats(values, x);
+#pragma unroll
+    for (int k = 0; k < width; k++) {
+        const float e = g.exponent.exp(value_and_slope<softcap, extras>(values[k], args, &slope));
+        values[k] = slope * fmaf(g.a, e, -g.b);
+    }
+    return from_floats<floatX>(values);
+}
+template <bool softcap, Extras extras, typename floatX, int width>
+__device__ Packed<floatX, width> probabilities_of(const Packed<floatX, width> &x, const ClassifierGradient &g,
+                                                  const ClassifierArguments<floatX> &args) {
+    float values[width], slope;
+    to_floats(values, x);
+#pragma unroll
+    for (int k = 0; k < width; k++) {
+        values[k] = g.to_p * g.exponent.exp(value_and_slope<softcap, extras>(values[k], args, &slope));
+    }
+    return from_floats<floatX>(values);
+}
+
+// The second pass for a vector. An ignored row's dlogits are left to others.
 template <bool softcap, Extras extras, bool streaming, typename floatX, int width>
 __device__ void write_columns(const Packed<floatX, width> &x, unsigned column, const ClassifierTarget<floatX> &target,
                               const ClassifierGradient &g, const ClassifierArguments<floatX> &args) {
-    const Packed<floatX, width> one[1] = {x};
-    write_columns<softcap, extras, streaming>(one, 1, column, 0, target, g, args);
+    auto store = [](floatX *address, const Packed<floatX, width> &values) {
+        streaming ? store_packed_cs(address, values) : store_packed(address, values);
+    };
+    if (target.dlogits && !target.ignored) {
+        store(target.dlogits + column, gradient_of<softcap, extras>(x, g, args));
+        // A second store to one element of the row, by the same thread: that costs less than a look at each.
+        if (target.index - column < width) target.dlogits[target.index] = (floatX)g.at_target;
+    }
+    if (target.probs) store(target.probs + column, probabilities_of<softcap, extras>(x, g, args));
 }
 
 // Columns begin..end-1 of a row, unless that is null. Zeros: padding, and all of an ignored row's gradient.
@@ -413,12 +468,13 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArgum
     const long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / WARP_SIZE;
     if (row >= args.N) return;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
-    OnlineSoftmax seen;
+    RunningSoftmax seen(args.power);
     for (unsigned j = lane; target.read && j < args.V; j += WARP_SIZE) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
-    seen = warp_merge<extras>(seen, args.power);
-    const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss_of(args, row), lane == 0);
+    const OnlineSoftmax all = warp_merge<extras>(seen, args.power);
+    const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
+    if (lane == 0) write_scalars<extras>(args, row, target, all);
     __syncwarp();  // no lane overwrites the target's logit before all have read it
     for (unsigned j = lane; target.second_pass() && j < args.V; j += WARP_SIZE) {
         write_columns<softcap, extras, false>(load_packed<one>(target.logits + j), j, target, g, args);
@@ -435,13 +491,14 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArgum
     typedef Packed<floatX, 1> one;
     const long long row = blockIdx.x;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
-    OnlineSoftmax seen;
+    RunningSoftmax seen(args.power);
     for (unsigned j = threadIdx.x; target.read && j < args.V; j += blockDim.x) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
     // The barriers in there: no thread overwrites the target's logit before all have read it.
-    seen = block_merge<extras>(seen, args.power);
-    const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss_of(args, row), threadIdx.x == 0);
+    const OnlineSoftmax all = block_merge<extras>(seen, args.power);
+    const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
+    if (threadIdx.x == 0) write_scalars<extras>(args, row, target, all);
     for (unsigned j = threadIdx.x; target.second_pass() && j < args.V; j += blockDim.x) {
         write_columns<softcap, extras, false>(load_packed<one>(target.logits + j), j, target, g, args);
     }
@@ -503,7 +560,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
     const long long row = blockIdx.x;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
     const Cut cut(target.logits, args.V);
-    OnlineSoftmax seen;
+    RunningSoftmax seen(args.power);
     auto see_one = [&](unsigned j) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     };
@@ -515,8 +572,9 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
         }
         if (cut.tail + threadIdx.x < args.V) see_one(cut.tail + threadIdx.x);
     }
-    seen = block_merge<extras>(seen, args.power);
-    const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss_of(args, row), threadIdx.x == 0);
+    const OnlineSoftmax all = block_merge<extras>(seen, args.power);
+    const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
+    if (threadIdx.x == 0) write_scalars<extras>(args, row, target, all);
     auto write_one = [&](unsigned j) {
         write_columns<softcap, extras, reverse>(load_packed<one>(target.logits + j), j, target, g, args);
     };
@@ -539,41 +597,53 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
 }
 
 // A row is read once: it waits in shared memory from its arrival to its gradient, in a ring of chunks, and the parts of
-// the work go on at the same time, each on a row of its own. One thread has chunks copied into the ring, in bulk, as
-// soon as they are free. Half of the warps, the readers, look at chunks as they land and tell the writers what they
-// have seen; the writers wait for that, go over the same chunks and free them. So while one row is written, the next
-// one is seen and the one after it arrives. A row that is too long for a block is cut among the blocks of a cluster,
-// whose readers tell all of the cluster's writers through distributed shared memory. Blocks stay and take row after
-// row.
+// the work go on at the same time, each on a row of its own:
+//   the mover    a thread that has chunks copied into the ring, and out of it when they are done, in bulk
+//   the readers  half of the warps: they look at chunks as they land, and tell the clerk what they have seen of a row
+//   the clerk    a warp that puts that together, writes the row's scalars and tells the writers how its gradient is
+//                formed; it also has the few elements before and behind the row's 16-byte multiples
+//   the writers  the other warps: they put the gradient where the logits are, in the ring
+// So while one row is written, the next one is seen and the one after it arrives, and nobody waits for the sums from
+// thread to thread at the end of a row. A row that is too long for a block is cut among the blocks of a cluster, whose
+// clerks tell each other what they know through distributed shared memory. Blocks stay and take row after row.
 //
-// What is left is DRAM: a version without any arithmetic was no faster (H200). Hence:
+// What is left is DRAM: for long rows, a version without any arithmetic was no faster (H200). Hence:
 // - Arriving lines are marked to be kept (evict_last), if the gradient is formed in place. It comes to the same place
 //   soon, and if the line is still in the L2 then, reads and writes disturb each other less: worth 3 to 5%, where
-//   evict_first costs 5%. Once written, a line is as any other. The writes are streaming; as plain ones they cost 4%.
-// - What the readers saw goes by st.async, which brings its own bytes to the barrier. With a plain store and an arrival
+//   evict_first costs 5%. Once written, a line is as any other.
+// - Gradients leave in bulk, 18 KB at a time. Stores by the writers themselves, 16 bytes a thread, cost 3%.
+// - What the clerks know goes by st.async, which brings its own bytes to the barrier. With a plain store and an arrival
 //   that releases at cluster scope, each row paid 2 us: such a fence waits for all stores to global memory.
-// - A ring that holds 1.4 rows at least. Rows spread over more blocks are fewer streams for DRAM, but each block has
-//   the cost of a row, about half a microsecond of reductions, for a smaller share.
+// - A ring that holds two rows: with 1.4, a block waited for its row's sums with nothing left to ask for. Clusters of 4
+//   leave 12 of the 132 multiprocessors idle, and were faster all the same where two blocks had room for 1.8 rows.
+// For short rows it is the fixed cost of chunks and of rows. When readers and writers put the sums together themselves,
+// each of 24 warps, V = 32000 reached 80% of the copy rate; with a clerk, 94%. More warps don't help: each pays the
+// fixed cost, and the arithmetic for the same row is spread thinner.
 struct Staging {
     unsigned readers, writers;  // warps
-    unsigned chunk;             // vectors
+    unsigned chunk;             // vectors, a multiple of 32
     unsigned stages;            // chunks in the ring
-    unsigned depth;             // rows that messages are kept of: as many as a reader may be ahead of any writer
 };
-constexpr unsigned STAGED_THREADS = 800;   // at most: 12 warps of readers and of writers, and 80 registers a thread
-constexpr unsigned READING_THREADS = 640;  // at most where there is nothing to write but a row's scalars
-constexpr unsigned VECTORS = 4;            // of a chunk, for a thread, at most
+constexpr unsigned STAGED_THREADS = 832;   // at most: 12 warps of readers and of writers, and 72 registers a thread
+constexpr unsigned VECTORS = 3;            // of a chunk, for a thread, at most
 constexpr unsigned STAGED_VECTORS = 2560;  // of a row, at least
+constexpr unsigned LEAVING = 2;            // chunks that are still on their way out when the next one is asked for
+constexpr unsigned MAILS = 2;              // rows that messages are kept of
 
 // How the parts meet. A barrier (mbarrier) in shared memory is complete when as many have arrived as it was made for,
 // and as many bytes as were announced; then its next phase begins. Who waits names the parity of the phase that it
-// waits for, 0 in the first round of the ring, 1 in the second, and so on.
-//   full[i]      the copier arrives and announces the chunk's bytes, the bulk copy brings them. Readers and writers
-//                wait.
-//   empty[i]     a lane of each writing warp arrives when the warp has the chunk in registers. The copier waits, for
-//                the phase before: in the first round there is none, which counts as complete.
-//   row_told[i]  one reader arrives and announces the messages of all readers of all blocks, st.async brings them (some
-//                perhaps before the announcement, which is all the same). The block's writers wait.
+// waits for, 0 in the first round of a ring, 1 in the second, and so on. Waiting for the phase before, which in the
+// first round there is none of, counts as complete.
+//   full[i]     the mover arrives and announces the chunk's bytes, the bulk copy brings them. Readers and writers wait.
+//   done[i]     a lane of each writing warp arrives when the warp has the chunk in registers or, if it leaves in bulk,
+//               its gradient in the ring; where there is nothing to write, each reading warp's. The mover waits.
+//   told[i]     a lane of each reading warp arrives when it has left its message; the clerk waits
+//   heard[i]    the clerk arrives when it has read them; the readers wait, for the phase before
+//   agreed[i]   the clerk arrives and announces the messages of all blocks' clerks, st.async brings them (some perhaps
+//               before the announcement, which is all the same). The clerk waits. A message takes the place of one that
+//               all have read: of two rows before, where each clerk has since told of the row between.
+//   decided[i]  the clerk arrives when the row's gradient is known; the writers wait
+//   obeyed[i]   a lane of each writing warp arrives when it has read that; the clerk waits, for the phase before
 struct Ring {
     unsigned slot = 0, phase = 0;
     __device__ void next(unsigned slots) {
@@ -581,35 +651,84 @@ struct Ring {
     }
 };
 
-// The dynamic shared memory: the ring, what the readers of each row's warps have seen, and the barriers.
+// Where a chunk goes when the writers are done with it: nowhere, if it has no bytes.
+struct Leave {
+    void *to = nullptr;
+    unsigned bytes = 0;
+};
+
+// The dynamic shared memory.
 struct StagedMemory {
-    uint4 *ring;
-    OnlineSoftmax *told;  // (depth, ranks, readers)
-    uint64_t *full;       // (stages): the chunk has landed
-    uint64_t *empty;      // (stages): the writers are done with it
-    uint64_t *row_told;   // (depth): all readers have told
-    float *target_logit;  // (depth)
+    uint4 *ring;                                         // (stages, chunk)
+    OnlineSoftmax *seen;                                 // (MAILS, readers): what the readers tell
+    OnlineSoftmax *seen_by_blocks;                       // (MAILS, ranks): what the clerks tell each other
+    Leave *leave;                                        // (stages), the mover's own
+    uint64_t *full, *done;                               // (stages)
+    uint64_t *told, *heard, *agreed, *decided, *obeyed;  // (MAILS)
+    ClassifierGradient *gradient;                        // (MAILS)
+    float *target_logit;                                 // (MAILS): what the first block's clerk tells the others
 
     __host__ __device__ StagedMemory(void *shared, const Staging &plan, unsigned ranks) {
         ring = (uint4 *)shared;
-        told = (OnlineSoftmax *)(ring + (size_t)plan.stages * plan.chunk);
-        full = (uint64_t *)(told + plan.depth * ranks * plan.readers);
-        empty = full + plan.stages;
-        row_told = empty + plan.stages;
-        target_logit = (float *)(row_told + plan.depth);
+        seen = (OnlineSoftmax *)(ring + (size_t)plan.stages * plan.chunk);
+        seen_by_blocks = seen + MAILS * plan.readers;
+        leave = (Leave *)(seen_by_blocks + MAILS * ranks);
+        full = (uint64_t *)(leave + plan.stages);
+        done = full + plan.stages;
+        told = done + plan.stages;
+        heard = told + MAILS;
+        agreed = heard + MAILS;
+        decided = agreed + MAILS;
+        obeyed = decided + MAILS;
+        gradient = (ClassifierGradient *)(obeyed + MAILS);
+        target_logit = (float *)(gradient + MAILS);
     }
     static size_t bytes(const Staging &plan, unsigned ranks) {
         char *const begin = (char *)1024;  // any address that is aligned
-        return (char *)(StagedMemory(begin, plan, ranks).target_logit + plan.depth) - begin;
+        return (char *)(StagedMemory(begin, plan, ranks).target_logit + MAILS) - begin;
+    }
+    // By a warp.
+    __device__ void make_barriers(const Staging &plan, bool writes) const {
+        namespace ptx = cuda::ptx;
+        const unsigned lane = threadIdx.x % WARP_SIZE;
+        for (unsigned i = lane; i < plan.stages; i += WARP_SIZE) {
+            ptx::mbarrier_init(&full[i], 1);
+            ptx::mbarrier_init(&done[i], writes ? plan.writers : plan.readers);
+        }
+        if (lane < MAILS) {
+            ptx::mbarrier_init(&told[lane], plan.readers);
+            ptx::mbarrier_init(&heard[lane], 1);
+            ptx::mbarrier_init(&agreed[lane], 1);
+            ptx::mbarrier_init(&decided[lane], 1);
+            if (writes) ptx::mbarrier_init(&obeyed[lane], plan.writers);
+        }
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+        __syncwarp();
     }
 };
 
-// How many of `count` vectors a thread has: every threads-th from its own on, VECTORS at most.
-__device__ inline unsigned valid_vectors(unsigned count, unsigned thread, unsigned threads) {
-    unsigned valid = 0;
-#pragma unroll
-    for (unsigned u = 0; u < VECTORS; u++) valid += thread + u * threads < count;
-    return valid;
+// A warp arrives, when all of its lanes have come here.
+__device__ inline void warp_arrive(uint64_t *barrier) {
+    namespace ptx = cuda::ptx;
+    __syncwarp();
+    if (threadIdx.x % WARP_SIZE == 0)
+        ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier);
+}
+
+// A warp's part of a chunk of `count` vectors, of which it has every warps-th 32, a lane one of each: how many.
+__device__ inline unsigned vectors_of(unsigned count, unsigned warp, unsigned warps) {
+    const unsigned whole = count / WARP_SIZE;
+    return whole > warp ? (whole - warp - 1) / warps + 1 : 0;
+}
+
+// Calls what(n), n as an integral constant from 1 to VECTORS; nothing for 0.
+template <unsigned most = VECTORS, typename What>
+__device__ void with_vectors(unsigned n, What what) {
+    if (n == most) {
+        what(std::integral_constant<unsigned, most>());
+    } else if constexpr (most > 1) {
+        with_vectors<most - 1>(n, what);
+    }
 }
 
 // Up to 14 elements of a row lie before and behind its vectors: a lane each. Returns the lane's column, or V.
@@ -626,182 +745,242 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
     const auto cluster = cooperative_groups::this_cluster();
     const unsigned rank = cluster.block_rank(), ranks = cluster.num_blocks();
     const unsigned lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const unsigned clerk = plan.readers + plan.writers, mover = clerk + 1;
     const StagedMemory memory(staged, plan, ranks);
-    if (threadIdx.x == 0) {
-        for (unsigned i = 0; i < plan.stages; i++) {
-            ptx::mbarrier_init(&memory.full[i], 1);
-            ptx::mbarrier_init(&memory.empty[i], plan.writers);
-        }
-        for (unsigned i = 0; i < plan.depth; i++) ptx::mbarrier_init(&memory.row_told[i], 1);
-        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
-    }
-    cluster.sync();
+    const bool writes = args.dlogits || args.probs;
 
     // Row after row; the block has every ranks-th chunk of each. Targets and what they lead to are asked for a row
     // ahead.
     const long long first = blockIdx.x / ranks, step = gridDim.x / ranks;
     const unsigned begin = rank * plan.chunk, stride = ranks * plan.chunk;
     auto target_at = [&](long long row) { return row < args.N ? args.targets[row] : 0; };
-    int next_id = target_at(first);
-    Ring ring, mail;                            // of chunks, and of messages
-    if (warp == plan.readers + plan.writers) {  // the copier
+    int next_id = target_at(first), id_after = target_at(first + step);
+    floatX next_logit = (floatX)0.0f, next_edge = (floatX)0.0f;  // as they are in memory: nobody waits for them yet
+    auto fetch = [&](long long row, int id, bool wants_logit, bool wants_edge) {
+        if (row >= args.N) return;
+        const ClassifierTarget<floatX> target = describe_target(args, row, id);
+        const unsigned column = edge_column(Cut(target.logits, args.V), lane, args.V);
+        if (wants_logit && target.read && target.index < args.V) next_logit = target.logits[target.index];
+        if (wants_edge && target.read && column < args.V) next_edge = target.logits[column];
+    };
+    Ring ring, mail;  // of chunks, and of messages
+
+    // The mover makes the barriers, and begins at once; the others begin when those of all blocks are there.
+    if (warp == mover) memory.make_barriers(plan, writes);
+    auto all_made = cluster.barrier_arrive();
+    if (warp != mover) cluster.barrier_wait(std::move(all_made));
+
+    if (warp == mover) {
+        Ring out;
+        unsigned loaded = 0;
+        auto let_leave = [&] {
+            wait_for_phase(&memory.done[out.slot], out.phase);
+            const Leave leave = memory.leave[out.slot];
+            uint4 *const chunk = memory.ring + out.slot * plan.chunk;
+            if (leave.bytes > 0) {
+                ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, leave.to, chunk, leave.bytes);
+            }
+            ptx::cp_async_bulk_commit_group();
+            out.next(plan.stages);
+        };
         for (long long row = first; lane == 0 && row < args.N; row += step) {
             const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
             next_id = target_at(row + step);
             const Cut cut(target.logits, args.V);
+            const bool leaves = target.dlogits && same_alignment(target);
             for (unsigned v = begin; target.read && v < cut.vectors; v += stride) {
+                // The chunk that comes next in the ring leaves, and the one in this place has.
+                if (loaded + LEAVING >= plan.stages) let_leave();
+                if (loaded >= plan.stages) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<LEAVING>());
                 uint64_t *const full = &memory.full[ring.slot];
                 const unsigned bytes = min(plan.chunk, cut.vectors - v) * 16;
-                wait_for_phase(&memory.empty[ring.slot], ring.phase ^ 1);
+                const size_t column = cut.head + (size_t)v * x128::size;
+                memory.leave[ring.slot] = leaves ? Leave{target.dlogits + column, bytes} : Leave{};
                 ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full, bytes);
-                load_bulk(memory.ring + ring.slot * plan.chunk, target.logits + cut.head + (size_t)v * x128::size,
-                          bytes, full, args.dlogits == args.logits);
+                load_bulk(memory.ring + ring.slot * plan.chunk, target.logits + column, bytes, full,
+                          args.dlogits == args.logits);
                 ring.next(plan.stages);
+                loaded++;
             }
         }
-    } else if (warp < plan.readers) {  // a reader
-        const unsigned threads = plan.readers * WARP_SIZE;
-        const bool has_edges = rank == 0 && warp == 0;
-        floatX next_logit = (floatX)0.0f, next_edge = (floatX)0.0f;  // as they are in memory: nobody waits for them yet
-        auto fetch = [&](long long row, int id) {
-            if (row >= args.N) return;
-            const ClassifierTarget<floatX> target = describe_target(args, row, id);
-            if (!target.read) return;
-            if (target.index < args.V) next_logit = target.logits[target.index];
-            const unsigned column = edge_column(Cut(target.logits, args.V), lane, args.V);
-            if (has_edges && column < args.V) next_edge = target.logits[column];
-        };
-        fetch(first, next_id);
-        int id_after = target_at(first + step);
+        if (lane == 0) {
+            for (unsigned left = min(loaded, plan.stages - LEAVING); left > 0; left--) let_leave();
+            ptx::cp_async_bulk_wait_group(ptx::n32_t<0>());
+        }
+        __syncwarp();
+        cluster.barrier_wait(std::move(all_made));
+    } else if (warp < plan.readers) {
+        const unsigned mine = threadIdx.x * x128::size, apart = plan.readers * WARP_SIZE * x128::size;
+        const unsigned of_chunk = vectors_of(plan.chunk, warp, plan.readers);
+        fetch(first, next_id, extras != NO_EXTRAS, false);
+        for (long long row = first; row < args.N; row += step) {
+            ClassifierTarget<floatX> target = describe_target(args, row, next_id);
+            const float logit = (float)next_logit;
+            next_id = id_after;
+            id_after = target_at(row + 2 * step);
+            fetch(row + step, next_id, extras != NO_EXTRAS, false);
+            if (!target.read) continue;
+            if (extras != NO_EXTRAS && target.index < args.V) set_logit<false, extras>(target, args, logit);
+            const Cut cut(target.logits, args.V);
+            RunningSoftmax seen(args.power);
+            for (unsigned v = begin; v < cut.vectors; v += stride) {
+                const unsigned count = min(plan.chunk, cut.vectors - v), j = cut.head + v * x128::size + mine;
+                const floatX *const chunk = (const floatX *)(memory.ring + ring.slot * plan.chunk) + mine;
+                const unsigned n = count == plan.chunk ? of_chunk : vectors_of(count, warp, plan.readers);
+                wait_for_phase(&memory.full[ring.slot], ring.phase);
+                with_vectors(n, [&](auto n) {
+                    x128 x[n.value];
+#pragma unroll
+                    for (unsigned u = 0; u < n.value; u++) x[u] = load128(chunk + u * apart);
+                    see<false, extras>(seen, x, j, apart, target, args);
+                });
+                if (n * plan.readers * WARP_SIZE + threadIdx.x < count) {  // some lanes of a row's last
+                    see<false, extras>(seen, load128(chunk + n * apart), j + n * apart, target, args);
+                }
+                if (!writes) warp_arrive(&memory.done[ring.slot]);
+                ring.next(plan.stages);
+            }
+            const OnlineSoftmax all = warp_merge<extras>(seen, args.power);
+            wait_for_phase(&memory.heard[mail.slot], mail.phase ^ 1);
+            if (lane == 0) memory.seen[mail.slot * plan.readers + warp] = all;
+            warp_arrive(&memory.told[mail.slot]);
+            mail.next(MAILS);
+        }
+    } else if (warp == clerk) {
+        fetch(first, next_id, rank == 0, rank == 0);
         for (long long row = first; row < args.N; row += step) {
             ClassifierTarget<floatX> target = describe_target(args, row, next_id);
             const float logit = (float)next_logit;
             const one edge = {{next_edge}};
             next_id = id_after;
             id_after = target_at(row + 2 * step);
-            fetch(row + step, next_id);
+            fetch(row + step, next_id, rank == 0, rank == 0);
+            const float dloss = dloss_of(args, row);
+            const unsigned column = rank > 0 ? args.V : edge_column(Cut(target.logits, args.V), lane, args.V);
+            OnlineSoftmax all;
+            if (target.read) {
+                if (target.index < args.V) set_logit<false, extras>(target, args, logit);
+                RunningSoftmax seen(args.power);
+                if (column < args.V) see<false, extras>(seen, edge, column, target, args);
+                wait_for_phase(&memory.told[mail.slot], mail.phase);
+                all = seen;
+                if (lane < plan.readers) {
+                    all = merge(all, memory.seen[mail.slot * plan.readers + lane], args.power);
+                }
+                warp_arrive(&memory.heard[mail.slot]);
+                all = warp_merge<extras>(all, args.power);
+                if (ranks > 1) {
+                    uint64_t *const agreed = &memory.agreed[mail.slot];
+                    OnlineSoftmax *const others = memory.seen_by_blocks + mail.slot * ranks;
+                    float *const their_logit = &memory.target_logit[mail.slot];
+                    if (lane == 0) {
+                        const unsigned bytes = ranks * sizeof(all) + sizeof(logit);
+                        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, agreed,
+                                                       bytes);
+                    }
+                    if (lane < ranks) {  // a lane tells a block
+                        int words[4];
+                        static_assert(sizeof(all) == sizeof(words), "a message is one st.async");
+                        memcpy(words, &all, sizeof(words));
+                        uint64_t *const barrier = cluster.map_shared_rank(agreed, lane);
+                        ptx::st_async((int *)cluster.map_shared_rank(others + rank, lane), words, barrier);
+                        if (rank == 0) ptx::st_async(cluster.map_shared_rank(their_logit, lane), logit, barrier);
+                    }
+                    while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, agreed, mail.phase)) {
+                    }
+                    all = lane < ranks ? others[lane] : OnlineSoftmax();
+                    all = warp_merge<extras>(all, args.power);
+                    if (target.index < args.V) set_logit<false, extras>(target, args, *their_logit);
+                }
+            }
+            const ClassifierGradient g = gradient_constants(args, target, all, dloss);
+            if (target.read && writes) {
+                wait_for_phase(&memory.obeyed[mail.slot], mail.phase ^ 1);
+                if (lane == 0) memory.gradient[mail.slot] = g;
+                warp_arrive(&memory.decided[mail.slot]);
+            }
+            if (rank == 0 && lane == 0) write_scalars<extras>(args, row, target, all);
             if (!target.read) continue;
-            if (target.index < args.V) set_logit<false, extras>(target, args, logit);
-            const Cut cut(target.logits, args.V);
-            OnlineSoftmax seen;
-            const unsigned column = edge_column(cut, lane, args.V);
-            if (has_edges && column < args.V) see<false, extras>(seen, edge, column, target, args);
-            for (unsigned v = begin; v < cut.vectors; v += stride) {
-                const unsigned count = min(plan.chunk, cut.vectors - v);
-                const uint4 *const chunk = memory.ring + ring.slot * plan.chunk + threadIdx.x;
-                const unsigned j = cut.head + (v + threadIdx.x) * x128::size, apart = threads * x128::size;
-                const unsigned valid = valid_vectors(count, threadIdx.x, threads);
-                x128 x[VECTORS] = {};
-                wait_for_phase(&memory.full[ring.slot], ring.phase);
-#pragma unroll
-                for (unsigned u = 0; u < VECTORS; u++) {
-                    if (u < valid) x[u] = load_packed<x128>((const floatX *)(chunk + u * threads));
-                }
-                // As many as the first lane has; the last chunk of a row may leave some warps nothing.
-                const unsigned most = valid_vectors(count, warp * WARP_SIZE, threads);
-                if (most == VECTORS) {
-                    see<false, extras>(seen, x, valid, j, apart, target, args);
-                } else if (most == 3) {
-                    const x128 three[3] = {x[0], x[1], x[2]};
-                    see<false, extras>(seen, three, valid, j, apart, target, args);
-                } else if (most > 0) {
-                    const x128 two[2] = {x[0], x[1]};
-                    see<false, extras>(seen, two, valid, j, apart, target, args);
-                }
-                ring.next(plan.stages);
+            if (column < args.V) {
+                write_columns<false, extras, true>(edge, column, target, g, args);
+                if (target.dlogits && target.ignored) target.dlogits[column] = (floatX)0.0f;
             }
-            seen = warp_merge<extras>(seen, args.power);
-            if (threadIdx.x == 0) {
-                const unsigned bytes = ranks * plan.readers * sizeof(OnlineSoftmax) + sizeof(float);
-                ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
-                                               &memory.row_told[mail.slot], bytes);
-            }
-            if (lane < ranks) {  // a lane tells a block
-                int words[4];
-                static_assert(sizeof(seen) == sizeof(words), "a message is one st.async");
-                memcpy(words, &seen, sizeof(words));
-                uint64_t *const barrier = cluster.map_shared_rank(&memory.row_told[mail.slot], lane);
-                OnlineSoftmax *const place = &memory.told[(mail.slot * ranks + rank) * plan.readers + warp];
-                ptx::st_async((int *)cluster.map_shared_rank(place, lane), words, barrier);
-                float *const x = cluster.map_shared_rank(&memory.target_logit[mail.slot], lane);
-                if (has_edges) ptx::st_async(x, logit, barrier);
-            }
-            mail.next(plan.depth);
+            mail.next(MAILS);
         }
-    } else {  // a writer
+    } else {
         const unsigned me = threadIdx.x - plan.readers * WARP_SIZE, threads = plan.writers * WARP_SIZE;
-        const bool has_edges = rank == 0 && me < WARP_SIZE, leader = rank == 0 && me == 0;
+        const unsigned mine = me * x128::size, apart = threads * x128::size;
+        const unsigned writer = warp - plan.readers, of_chunk = vectors_of(plan.chunk, writer, plan.writers);
+        x128 nothing;
+        for (int k = 0; k < x128::size; k++) nothing[k] = (floatX)0.0f;
         for (long long row = first; row < args.N; row += step) {
-            ClassifierTarget<floatX> target = describe_target(args, row, next_id);
+            const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
             next_id = target_at(row + step);
             const Cut cut(target.logits, args.V);
-            const float dloss = dloss_of(args, row);
-            OnlineSoftmax seen;
-            one edge = {};
-            const unsigned column = edge_column(cut, lane, args.V);
-            if (target.read) {
-                if (has_edges && column < args.V) edge = load_packed<one>(target.logits + column);
-                wait_for_phase(&memory.row_told[mail.slot], mail.phase);
-                for (unsigned i = lane; i < ranks * plan.readers; i += WARP_SIZE) {
-                    const OnlineSoftmax other = memory.told[mail.slot * ranks * plan.readers + i];
-                    const float largest = fmaxf(seen.max, other.max);
-                    seen.sum = seen.sum * fast_exp2((seen.max - largest) * args.power) +
-                               other.sum * fast_exp2((other.max - largest) * args.power);
-                    seen.max = largest;
-                    seen.excess += other.excess;
-                    seen.beaten |= other.beaten;
-                }
-                seen = warp_merge<extras>(seen, args.power);
-                if (target.index < args.V) set_logit<false, extras>(target, args, memory.target_logit[mail.slot]);
-                mail.next(plan.depth);
-            }
-            const ClassifierGradient g = finish_row<extras>(args, row, target, seen, dloss, leader);
-            // Of a row that is not read, the gradient is the same all over.
-            const bool zeros = target.ignored && target.dlogits;
             const float all_over = target.ignored ? 0.0f : (float)NAN;
-            if (!target.read) {
+            if (!target.read) {  // the gradient is the same all over
                 fill_columns(target.dlogits, 0, args.V, all_over, rank * threads + me, ranks * threads);
             } else {
-                const bool alike = same_alignment(target), second_pass = target.second_pass();
-                x128 nothing;
-                for (int k = 0; k < x128::size; k++) nothing[k] = (floatX)0.0f;
-                if (has_edges && column < args.V) {
-                    write_columns<false, extras, true>(edge, column, target, g, args);
-                    if (zeros) target.dlogits[column] = (floatX)0.0f;
-                }
-                for (unsigned v = begin; v < cut.vectors; v += stride) {
-                    const unsigned count = min(plan.chunk, cut.vectors - v);
-                    const uint4 *const chunk = memory.ring + ring.slot * plan.chunk + me;
-                    const unsigned j = cut.head + (v + me) * x128::size, apart = threads * x128::size;
-                    const unsigned valid = valid_vectors(count, me, threads);
-                    x128 x[VECTORS] = {};
-                    wait_for_phase(&memory.full[ring.slot], ring.phase);
+                wait_for_phase(&memory.decided[mail.slot], mail.phase);
+                const ClassifierGradient g = memory.gradient[mail.slot];
+                warp_arrive(&memory.obeyed[mail.slot]);
+                mail.next(MAILS);
+                const bool alike = same_alignment(target), leaves = target.dlogits && alike;
+                const bool zeros = target.dlogits && target.ignored;
+                auto each_chunk = [&](auto write) {  // write(the chunk, its number of vectors, the first one's column)
+                    for (unsigned v = begin; v < cut.vectors; v += stride) {
+                        wait_for_phase(&memory.full[ring.slot], ring.phase);
+                        write((floatX *)(memory.ring + ring.slot * plan.chunk), min(plan.chunk, cut.vectors - v),
+                              cut.head + v * x128::size);
+                        if (leaves) ptx::fence_proxy_async(ptx::space_shared);  // what was stored is for a bulk copy
+                        warp_arrive(&memory.done[ring.slot]);
+                        ring.next(plan.stages);
+                    }
+                };
+                // A second store to one element, by the same thread, as in write_columns.
+                auto put_target = [&](floatX *chunk, unsigned i, unsigned j) {
+                    const unsigned k = target.index - j - i;
+                    if (k < x128::size) chunk[i + k] = (floatX)g.at_target;
+                };
+                if (leaves && !zeros && !target.probs) {
+                    each_chunk([&](floatX *chunk, unsigned count, unsigned j) {
+                        const unsigned n = count == plan.chunk ? of_chunk : vectors_of(count, writer, plan.writers);
+                        with_vectors(n, [&](auto n) {
+                            x128 x[n.value];
 #pragma unroll
-                    for (unsigned u = 0; u < VECTORS; u++) {
-                        if (u < valid) x[u] = load_packed<x128>((const floatX *)(chunk + u * threads));
-                    }
-                    auto release = [&] {
-                        __syncwarp();
-                        uint64_t *const empty = &memory.empty[ring.slot];
-                        if (lane == 0) ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, empty);
-                    };
-                    if (alike) release();  // all is in registers
-                    if (second_pass && alike && __any_sync(0xffffffffu, valid > 0)) {
-                        write_columns<false, extras, true>(x, valid, j, apart, target, g, args);
-                    } else if (second_pass) {
-                        for (unsigned i = 0; i < valid * x128::size; i++) {
-                            const unsigned u = i / x128::size, k = i % x128::size;
-                            const one element = load_packed<one>((const floatX *)(chunk + u * threads) + k);
-                            write_columns<false, extras, true>(element, j + u * apart + k, target, g, args);
+                            for (unsigned u = 0; u < n.value; u++) x[u] = load128(chunk + mine + u * apart);
+#pragma unroll
+                            for (unsigned u = 0; u < n.value; u++) x[u] = gradient_of<false, extras>(x[u], g, args);
+#pragma unroll
+                            for (unsigned u = 0; u < n.value; u++) store128(chunk + mine + u * apart, x[u]);
+#pragma unroll
+                            for (unsigned u = 0; u < n.value; u++) put_target(chunk, mine + u * apart, j);
+                        });
+                        if (n * threads + me < count) {  // some lanes of a row's last
+                            const unsigned i = mine + n * apart;
+                            store128(chunk + i, gradient_of<false, extras>(load128(chunk + i), g, args));
+                            put_target(chunk, i, j);
                         }
-                    }
-                    for (unsigned u = 0; zeros && u < valid; u++) {
-                        floatX *const d = target.dlogits + (j + (size_t)u * apart);
-                        if (alike) store128cs(d, nothing);
-                        for (int k = 0; !alike && k < x128::size; k++) d[k] = (floatX)0.0f;
-                    }
-                    if (!alike) release();
-                    ring.next(plan.stages);
+                    });
+                } else if (alike) {
+                    each_chunk([&](floatX *chunk, unsigned count, unsigned j) {
+#pragma unroll 2
+                        for (unsigned i = mine; i < count * x128::size; i += apart) {
+                            const x128 x = load128(chunk + i);
+                            if (target.probs) {
+                                store128cs(target.probs + j + i, probabilities_of<false, extras>(x, g, args));
+                            }
+                            if (leaves) store128(chunk + i, zeros ? nothing : gradient_of<false, extras>(x, g, args));
+                            if (leaves) put_target(chunk, i, j);
+                        }
+                    });
+                } else {
+                    each_chunk([&](floatX *chunk, unsigned count, unsigned j) {
+                        for (unsigned i = me; i < count * x128::size; i += threads) {
+                            write_columns<false, extras, true>(load_packed<one>(chunk + i), j + i, target, g, args);
+                            if (zeros) target.dlogits[j + i] = (floatX)0.0f;
+                        }
+                    });
                 }
             }
             zero_columns(target.dlogits, args.V, args.P, rank * threads + me, ranks * threads);
@@ -835,11 +1014,11 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
 //
 // losses are not multiplied by dloss; for the gradient of their mean, options.dloss is 1 over the number of targets
 // that count. block_size: a multiple of 32 up to 1024; the table of versions has those that were fastest. Version 5
-// takes 96 to 800 of it. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for P < V, a negative size
+// takes 128 to 832 of it. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for P < V, a negative size
 // or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an earlier call left behind
 // comes out here too); cudaSuccess without a launch when N = 0. dlogits and probs are formed in float and rounded once.
 // The same inputs give the same bits at the same block size, for the same outputs; version 1, at any. A softcap leaves
-// z exact to softcap * 1e-7.
+// z exact to softcap * 1e-7. Probabilities below 2^-126 are 0; below 2^-63, where |z| is beyond 2^23.
 
 template <typename floatX>
 using ClassifierFused = cudaError_t (*)(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
@@ -929,33 +1108,23 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
 }
 
 // The plan for rows of so many vectors on blocks that may have `shared` bytes: the fewest blocks a row (1, 2, 4 or 8)
-// that leave the ring room for 1.4 rows; equal chunks for each of them. False if there is none, and for rows
-// of less than 40 KB: a block's turn from row to row costs more than their second read, which meets the L2.
+// that leave the ring room for 2.2 rows, or 8; where nothing is written but scalars, a chunk may go as soon as it was
+// seen, and one block will do. False if there is none, and for rows of less than 40 KB, whose second read meets the L2.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, int block_size, size_t shared) {
-    const int most_threads = writes ? STAGED_THREADS : READING_THREADS;
-    const unsigned warps = std::min(std::max(block_size, 3 * WARP_SIZE), most_threads) / WARP_SIZE;
-    plan->writers = writes ? (warps - 1) / 2 : 1;
-    plan->readers = warps - 1 - plan->writers;
-    const unsigned most = (writes ? plan->writers : plan->readers) * WARP_SIZE * VECTORS;
     if (vectors < STAGED_VECTORS) return false;
+    const unsigned warps = std::clamp(block_size, 4 * WARP_SIZE, (int)STAGED_THREADS) / WARP_SIZE;
+    plan->writers = writes ? (warps - 2) / 2 : 0;  // beside the clerk and the mover
+    plan->readers = warps - 2 - plan->writers;
+    const unsigned threads = (writes ? plan->writers : plan->readers) * WARP_SIZE;
     *ranks = 1;
-    while (*ranks < 8 && (size_t)vectors * 16 / *ranks > shared * 7 / 10) *ranks *= 2;  // 1.4 rows
-    const unsigned chunks = ceil_div(vectors, *ranks * most);                           // a block's of a row
+    while (writes && *ranks < 8 && (size_t)vectors * 16 / *ranks > shared * 45 / 100) *ranks *= 2;
+    const unsigned chunks = ceil_div(vectors, *ranks * threads * VECTORS);  // a block's of a row
     // Equal shares for all blocks; for a single one, chunks of whole rounds of its threads.
-    const unsigned round = *ranks > 1 ? 8 : most / VECTORS;
+    const unsigned round = *ranks > 1 ? WARP_SIZE : threads;
     plan->chunk = ceil_div(ceil_div(vectors, *ranks * chunks), round) * round;
     plan->stages = (unsigned)(shared / (plan->chunk * 16));
-    for (; plan->stages > chunks; plan->stages--) {
-        // A row's messages take the place of those of `depth` rows before, which all blocks' writers must have read.
-        // They have: a reader sees a row only when its block's writers have freed the chunks of the row that lies a
-        // ring before it, R rows. So they had been told of that row, by the readers of all blocks, whose own chunks of
-        // it lie as far behind what their writers have freed: 2R rows are behind all writers. A block has chunks or
-        // chunks - 1 of a row (the last block, where the shares don't come out even).
-        const unsigned R = plan->stages / std::max(chunks - 1, 1u) + 1;
-        plan->depth = 2 * R + 2;
-        if (StagedMemory::bytes(*plan, *ranks) <= shared) return true;
-    }
-    return false;
+    while (plan->stages > 0 && StagedMemory::bytes(*plan, *ranks) > shared) plan->stages--;
+    return plan->stages >= (writes ? chunks : 1) + LEAVING;
 }
 
 // Shared memory that a block may have; 0 where the kernel was compiled for devices that have no clusters.
@@ -985,7 +1154,7 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
     config.numAttrs = 1;
     config.stream = stream;
     config.dynamicSmemBytes = StagedMemory::bytes(plan, ranks);
-    config.blockDim = (plan.readers + plan.writers + 1) * WARP_SIZE;
+    config.blockDim = (plan.readers + plan.writers + 2) * WARP_SIZE;
     config.gridDim = ranks;
     int clusters = 0;
     cudaError_t error = allow_shared(kernel, config.dynamicSmemBytes);
@@ -1109,9 +1278,11 @@ struct ClassifierSlack {
         sum = exponential + 3 * row.distance + additions;
         lse = sum + 4 * fabs(row.max) + 3 * fabs(row.lse - row.max) + fabs(row.lse);
     }
-    // The last term: powers of two below the normal numbers are 0.
+    // The last term: powers of two below the normal numbers are 0, and with large logits they count from another point
+    // than the largest (see Exponent).
+    static double lost(const ClassifierRow &row) { return fabs(row.max) < 0x1p23 ? 0x1p-126 : 0x1p-63; }
     double of_p(double p, double z, const ClassifierRow &row) const {
-        return U * p * (exponential + 3 * (row.max - z) + sum + 4) + 0x1p-126;
+        return U * p * (exponential + 3 * (row.max - z) + sum + 4) + lost(row);
     }
     double of_loss(const ClassifierRow &row, double z_t, const ClassifierOptions &options) const {
         const double to_target = fabs(row.max - z_t), eps = options.label_smoothing;
@@ -1175,7 +1346,7 @@ void classifier_fused_race(Harness &h) {
                 off *= 1 - z[j] / cap * (z[j] / cap);
                 off_slope += 16 + 8 * fabs(scale * (double)(float)reference->logits.at(r, j) / cap);
             }
-            const double tiny = unit * (1 + a) * 0x1p-122 + 0x1p-148;  // slopes below the normal numbers are 0
+            const double tiny = unit * (1 + a) * 16 * slack.lost(row) + 0x1p-148;  // slopes too may be too small
             expected.slack[j] = unit * off + U * off_slope * fabs(expected.value[j]) + tiny;
         }
     };

@@ -79,10 +79,11 @@ class Reference:
             of_loss = of_sum + 8 * cap + 4 * np.abs(log_sum) + 10 * to_target + \
                 (eps * (additions + 6) * spread if eps else 0) + 6 * np.abs(losses) + \
                 abs(z_loss) * np.abs(lse) * (2 * of_lse + 6 * np.abs(lse))
-            # powers of two, and slopes, below the normal numbers are 0
-            tiny = (np.abs(unit) * (1 + np.abs(factor)) * 2.0**-122)[:, None] + 2.0**-147
+            # powers of two, and slopes, below the normal numbers are 0; where logits are large, below 2^-63
+            lost = np.where(np.abs(top) < 2.0**23, 2.0**-126, 2.0**-63)[:, None]
+            tiny = (np.abs(unit) * (1 + np.abs(factor)))[:, None] * 16 * lost + 2.0**-147
             slack = dict(dlogits=U * (np.abs(unit)[:, None] * slope * of_d + of_slope * np.abs(d)) + tiny,
-                         losses=U * of_loss, lse=U * of_lse, probs=U * of_p + 2.0**-126)
+                         losses=U * of_loss, lse=U * of_lse, probs=U * of_p + lost)
         self.slack = {name: np.where(np.isfinite(values), values, 0) for name, values in slack.items()}
 
 
@@ -268,7 +269,7 @@ def test_unaligned_rows(offsets, dtype, version):
         case.check(version, in_place=True)
 
 
-# Rows from 40 KB on are staged on the chip, those from 160 KB on by several blocks.
+# Rows from 40 KB on are staged on the chip, those from 102 KB on by several blocks.
 LONG = {FP32: (10241, 10246, 40963, 60001), FP16: (20482, 20487, 81921, 120007), BF16: (20481, 20488, 81925, 131071)}
 
 
@@ -409,6 +410,26 @@ def test_large_numbers(version):
     masked[:, 10:] = -3.38e38  # how masks are often written
     Case(BF16, masked, [3, 3]).check(version)
     Case(FP16, [[65504, -65504, 0], [-65504, -65504, -65504]], [0, 1]).check(version)
+
+
+@every_version
+@pytest.mark.parametrize("exponent", [10, 23, 26, 29, 30, 31, 40, 90, 126])
+def test_neighbours_at_every_size(exponent, version):
+    """Logits that are a few roundings apart, where these are small numbers and where they are large ones: around the
+    largest that an exponential's point is formed of (2^30 powers of two, which a scale moves), and far from it."""
+    rng = np.random.default_rng(exponent)
+    for sign, scale in ((1, 1), (-1, 1), (1, 1 / 1024), (1, 0.7)):
+        V = 10241 if version >= 5 and sign * scale == 1 else 77
+        steps = rng.integers(0, 60, (4, V))
+        steps[1] *= rng.integers(0, 2, V)
+        base = np.float32(sign * 2.0**exponent)
+        x = base.view(np.int32) - sign * steps.astype(np.int32)
+        x = x.view(np.float32).astype(np.float64)
+        x[2, 5:] -= abs(x[2, 5:]) / 8  # few are near the largest
+        x[3, ::3] = 0
+        Case(FP32, x, [0, 1, 2, 3], logit_scale=scale).check(version)
+        if exponent < 100:  # the sum of all logits is in float
+            Case(FP32, x, [3, 2, 1, 0], logit_scale=scale, label_smoothing=0.1).check(version, in_place=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
