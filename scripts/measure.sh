@@ -78,8 +78,8 @@ encoder_backward -b 3 -t 17 -c 264 -v 100 --overwrite
 encoder_backward -b 130 -t 5 -c 33 -v 7
 classifier_fused -b 3 -t 17 -v 1003 -p 1005 --probs --accuracy --label-smoothing 0.1 --ignore-every 4
 classifier_fused -b 1 -t 4 -v 40965 --label-smoothing 0.1 --output other
-classifier_fused -b 1 -t 4 -v 120003 --softcap 30 --output none
-classifier_fused -b 1 -t 4 -v 120003
+classifier_fused -b 1 -t 4 -v 40965 --output none
+classifier_fused -b 1 -t 3 -v 53001
 '
 each() {  # KERNEL LIST: its lines of that kernel, with a --dtype of each type
     for dtype in fp32 fp16 bf16; do sed -n "s/^$1 .*/& --dtype $dtype/p" <<< "$2"; done
