@@ -14,7 +14,7 @@ version 2  fused: all logits, the fused classifier between the products
 version 3  rows: a block of rows after the other, so that scratch is bounded; dW is added to once a block
 version 4  vocabulary: for the smallest budgets: the first pass over tiles of the vocabulary makes each row's softmax
            statistics and keeps nothing; the second makes a tile's logits again and is done with its rows of dW at once
-version 5  planned: the way and the sizes follow from the budget and the L2; the classifier of one block or tile runs
+version 5  planned: the way and the sizes follow from the budget and the L2; the classifier of one part or tile runs
            beside the products of another; tiles that the first pass leaves behind are not made again
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
@@ -40,8 +40,8 @@ Run:      ./lm_head                    the fastest version, in a quarter of what
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
-// A row's logits (V), before they are rounded to floatX: sums in double. x (C), W (V, C) and bias (V; null: none). sizes
-// (V; null: not wanted) gets the root of the sum of each sum's squared terms, which its rounding errors go by.
+// A row's logits (V), before they are rounded to floatX: sums in double. x (C), W (V, C) and bias (V; null: none).
+// sizes (V; null: not wanted) gets the root of the sum of each sum's squared terms, which its rounding errors go by.
 inline void lm_head_logits_cpu(double *logits, double *sizes, const float *x, const float *W, const float *bias, int C,
                                int V) {
     for (int j = 0; j < V; j++) {
@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-// What has been seen of a row in the tiles so far: an OnlineSoftmax, whose excess counts from `origin`, and the logit of
-// the target, if its tile has come by.
+// What has been seen of a row in the tiles so far: an OnlineSoftmax, whose excess counts from `origin`, and the
+// target's logit, if its tile has come by.
 struct TiledRow {
     float max, sum, excess, origin, target_logit;
 };
@@ -143,7 +143,9 @@ __device__ void for_each_vector(const floatX *row, unsigned columns, Work work, 
     typedef Packed128<floatX> x128;
     const unsigned vectors = columns / x128::size;
     for (unsigned v = threadIdx.x; v < vectors; v += TILE_VECTORS * blockDim.x) {
-        const unsigned valid = min((vectors - v - 1) / blockDim.x + 1, TILE_VECTORS);
+        unsigned valid = 0;
+#pragma unroll
+        for (unsigned u = 0; u < TILE_VECTORS; u++) valid += v + u * blockDim.x < vectors;
         x128 x[TILE_VECTORS] = {};
 #pragma unroll
         for (unsigned u = 0; u < TILE_VECTORS; u++) {
@@ -287,16 +289,17 @@ enum LmHeadWay {
     LM_HEAD_VOCABULARY  // in tiles of the vocabulary; in blocks of rows too where a float dX of all doesn't fit
 };
 
-// What a version does, and what to change to see what it is worth.
+// What version 5 may be told to do otherwise, to see what it is worth, and what its choice goes by.
 struct LmHeadTuning {
     bool overlap = true;      // the classifier on a second stream
     bool urgent = true;       // that one's kernels first, where both streams have some to start
     int way = -1;             // an LmHeadWay; -1: whichever costs less
+    int parts = 0;            // of a block of rows, that are classified one by one; 0: 2, or 4 where dX is not wanted
     int columns = 0;          // of a tile; 0: from the L2
     int gemm_sms = 0;         // so many multiprocessors for the products; 0: all
     int classifier = 0;       // which version of classifier_fused; 0: the best
     double operations = 167;  // floating-point operations of a product in the time that a byte of DRAM takes (H200)
-    double hidden = 0.5;      // the share of the memory traffic that hides behind the products if they overlap
+    double hidden = 0.5;      // the share of the classifier's memory traffic that hides behind the products
     double l2_share = 0.5;    // of the L2, for the tiles that are in use
     size_t most_gemm_bytes = 32 << 20;  // what cuBLASLt may have, and no more than an eighth of the budget
 };
@@ -331,7 +334,8 @@ struct LmHead {
     LmHeadWay way = LM_HEAD_ROWS;
     int rows = 0, columns = 0;  // of a block and of a tile
     int P = 0;                  // columns that a row of a block or tile has room for
-    int buffers = 1;            // blocks or tiles that there is room for
+    int buffers = 1;            // tiles that there is room for
+    int part_rows = 0;          // of a block of rows: so many are classified at a time
     bool overlap = false;
 
     // The workspace: where each part begins, and all of them together.
@@ -341,8 +345,8 @@ struct LmHead {
     cublasLtHandle_t handle = nullptr;
     std::vector<Gemm> gemms;
     cudaStream_t side = nullptr;
-    cudaEvent_t made[2] = {}, done[2] = {};
-    char what[240] = "";  // what was wrong, in words
+    std::vector<cudaEvent_t> made, done;  // of a tile or part
+    char what[240] = "";                  // what was wrong, in words
 
     int blocks() const { return rows > 0 ? ceil_div(problem.N, rows) : 0; }
     int tiles() const { return columns > 0 ? ceil_div(problem.V, columns) : 0; }
@@ -402,22 +406,24 @@ inline int even_pieces(int count, int most, int unit) {
     return (int)std::min<long long>(count, ceil_div((long long)even, (long long)unit) * unit);
 }
 
-// Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit.
+// Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit. Each adds to all of dW, so they are
+// as large as can be; where the classifier overlaps the products, it has a block in parts.
 inline bool plan_rows(LmHead &plan, size_t memory, bool overlap) {
-    const int N = plan.problem.N;
+    const LmHeadProblem &p = plan.problem;
     plan.way = LM_HEAD_ROWS;
-    plan.columns = plan.problem.V;
-    auto fits = [&](int rows, int buffers) {
+    plan.columns = p.V;
+    auto fits = [&](int rows) {
         plan.rows = rows;
-        plan.buffers = buffers;
         return lm_head_layout(plan) && plan.bytes <= memory;
     };
-    if (fits(N, 1)) return true;
-    const int buffers = overlap && fits(std::min(N, 128), 2) ? 2 : 1;
-    const int most = largest_that_fits(1, N, [&](int rows) { return fits(rows, buffers); });
+    const int most = largest_that_fits(1, p.N, fits);
     if (most < 1) return false;
     const int unit = most >= 128 ? 128 : 1;
-    return fits(even_pieces(N, most / unit * unit, unit), buffers);
+    const bool all = fits(most == p.N ? most : even_pieces(p.N, most / unit * unit, unit));
+    const int parts = !overlap ? 1 : p.tuning.parts > 0 ? p.tuning.parts : p.dX ? 2 : 4;
+    plan.part_rows = even_pieces(plan.rows, ceil_div(plan.rows, parts), unit);
+    plan.overlap = overlap && plan.part_rows < plan.rows;
+    return all;
 }
 
 // Tiles within the budget. All rows at once, if they fit with their float dX, since each block of rows adds to all of
@@ -448,28 +454,29 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap, size_t l2
             const int unit = most >= 128 ? 128 : 1;
             const int rows = most == p.N ? most : even_pieces(p.N, most / unit * unit, unit);
             const int width = even_pieces(p.V, columns, columns < p.V ? unit_columns : 1), tiles = ceil_div(p.V, width);
-            const int room =
-                overlap || p.version == 5
-                    ? largest_that_fits(buffers, tiles, [&](int count) { return fits(rows, width, count); })
-                    : buffers;
-            return fits(rows, width, std::max(1, std::min(room, tiles)));
+            const int more =
+                p.version == 5 ? largest_that_fits(buffers, tiles, [&](int count) { return fits(rows, width, count); })
+                               : buffers;
+            plan.overlap = overlap && more > 1 && tiles > 1;
+            return fits(rows, width, std::max(1, std::min(more, tiles)));
         }
         if (columns <= 1) return false;
     }
 }
 
-// What a plan costs, in products of 2NCV operations: those it makes, and the memory traffic beside them.
+// What a plan costs, in products of 2NCV operations. A product takes the time of its operations or that of the memory
+// traffic of its sums (dW once a block of rows; dX once a tile, half of which meets the L2), whichever is more; the
+// classifier's traffic comes on top, where it doesn't hide.
 inline double lm_head_cost(const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
-    const double N = p.N, C = p.C, V = p.V, blocks = plan.blocks(), tiles = plan.tiles();
-    const double per_byte = p.tuning.operations / (2 * N * C * V) * (plan.overlap ? 1 - p.tuning.hidden : 1);
-    double products = 1 + p.dX + p.dW, bytes = 4 * N * V;
-    if (p.dW) bytes += 8 * V * C * blocks;
-    if (plan.way == LM_HEAD_VOCABULARY && plan.gradient()) {
-        products += 1 - std::min(1.0, plan.buffers / tiles);
-        bytes += 2 * N * V + (p.dX ? 8 * N * C * tiles / 2 : 0);  // half of it meets the L2
-    }
-    return products + bytes * per_byte;
+    const double N = p.N, C = std::max(p.C, 1), V = p.V, blocks = plan.blocks(), tiles = plan.tiles();
+    const double per_byte = p.tuning.operations / (2 * N * C * V);
+    const bool twice = plan.way == LM_HEAD_VOCABULARY && plan.gradient();
+    double cost = 1 + (twice ? 1 - std::min(1.0, plan.buffers / tiles) : 0);
+    if (p.dW) cost += std::max(1.0, blocks * 8 * V * C * per_byte);
+    if (p.dX) cost += std::max(1.0, twice ? tiles * 4 * N * C * per_byte : 0);
+    const double each = (plan.gradient() ? 4 : 2) + (twice ? 2 : 0);
+    return cost + each * N * V * per_byte * (plan.overlap ? 1 - p.tuning.hidden : 1);
 }
 
 // The way, the sizes and the workspace. False if the budget is too small.
@@ -482,9 +489,8 @@ inline bool lm_head_plan(LmHead &plan, size_t memory, size_t l2) {
     plan.overlap = false;
     if (!bounded) {  // all at once
         plan.way = p.version == 1 ? LM_HEAD_TEXTBOOK : LM_HEAD_ROWS;
-        plan.rows = p.N;
+        plan.rows = plan.part_rows = p.N;
         plan.columns = p.V;
-        plan.buffers = 1;
         return lm_head_layout(plan);
     }
     LmHead rows, vocabulary;
@@ -496,14 +502,13 @@ inline bool lm_head_plan(LmHead &plan, size_t memory, size_t l2) {
     const bool by_rows = way != LM_HEAD_VOCABULARY && plan_rows(rows, memory, overlap);
     const bool by_vocabulary = way != LM_HEAD_ROWS && plan_vocabulary(vocabulary, memory, overlap, l2);
     if (!by_rows && !by_vocabulary) return false;
-    rows.overlap = overlap && rows.buffers > 1;
-    vocabulary.overlap = overlap && vocabulary.buffers > 1;
     const LmHead &best =
         !by_vocabulary || (by_rows && lm_head_cost(rows) <= lm_head_cost(vocabulary)) ? rows : vocabulary;
     plan.way = best.way;
     plan.rows = best.rows;
     plan.columns = best.columns;
     plan.buffers = best.buffers;
+    plan.part_rows = best.part_rows;
     plan.overlap = best.overlap;
     return lm_head_layout(plan);
 }
@@ -607,8 +612,11 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
                                               GEMM_CANDIDATES, gemm.candidates.data(), &found);
     });
     gemm.candidates.resize(found);
+    auto refused = [](const cublasLtMatmulHeuristicResult_t &result) { return result.state != CUBLAS_STATUS_SUCCESS; };
+    gemm.candidates.erase(std::remove_if(gemm.candidates.begin(), gemm.candidates.end(), refused),
+                          gemm.candidates.end());
     if (preference) cublasLtMatmulPreferenceDestroy(preference);
-    if (status == CUBLAS_STATUS_SUCCESS && found == 0) status = CUBLAS_STATUS_NOT_SUPPORTED;
+    if (status == CUBLAS_STATUS_SUCCESS && gemm.candidates.empty()) status = CUBLAS_STATUS_NOT_SUPPORTED;
     return status;
 }
 
@@ -643,14 +651,14 @@ inline void lm_head_destroy(LmHead &plan) {
         if (gemm.desc) cublasLtMatmulDescDestroy(gemm.desc);
     }
     plan.gemms.clear();
-    for (cudaEvent_t event : {plan.made[0], plan.made[1], plan.done[0], plan.done[1]}) {
-        if (event) cudaEventDestroy(event);
+    for (std::vector<cudaEvent_t> *events : {&plan.made, &plan.done}) {
+        for (cudaEvent_t event : *events) cudaEventDestroy(event);
+        events->clear();
     }
     if (plan.side) cudaStreamDestroy(plan.side);
     if (plan.handle) cublasLtDestroy(plan.handle);
     plan.handle = nullptr;
     plan.side = nullptr;
-    for (int i = 0; i < 2; i++) plan.made[i] = plan.done[i] = nullptr;
 }
 
 // Makes a plan for a problem: an empty LmHead that lm_head_destroy() takes whatever this returns. It asks cuBLASLt for
@@ -684,23 +692,32 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     if (status != CUBLAS_STATUS_SUCCESS) {
         return fail(from_cublas(status), "cublasLtCreate: %s", cublasLtGetStatusName(status));
     }
+    // The first of several pieces, and the last.
     auto sizes = [](int count, int piece) {
-        return count % piece == 0 ? std::vector<int>{piece} : std::vector<int>{piece, count % piece};
+        return count <= piece || count % piece == 0 ? std::vector<int>{std::min(count, piece)}
+                                                    : std::vector<int>{piece, count % piece};
     };
-    const bool any = p.C > 0 && p.V > 0;
-    for (int rows : sizes(p.N, plan.rows)) {
-        for (int columns : any ? sizes(p.V, plan.columns) : std::vector<int>{}) {
-            for (GemmKind kind : {GEMM_LOGITS, GEMM_DX, GEMM_DW}) {
-                for (bool aligned : {true, false}) {
-                    if ((kind == GEMM_DX && !p.dX) || (kind == GEMM_DW && !p.dW)) continue;
-                    plan.gemms.push_back({kind, std::min(rows, p.N), std::min(columns, p.V), aligned});
-                    status = gemm_create(plan.gemms.back(), plan);
-                    if (status == CUBLAS_STATUS_SUCCESS) continue;
-                    const char *const names[] = {"logits", "dX", "dW"};
-                    return fail(from_cublas(status),
-                                "cuBLASLt: %s: %d rows, %d columns, C %d, %zu bytes of scratch: %s", names[kind], rows,
-                                columns, p.C, plan.gemm_bytes, cublasLtGetStatusName(status));
+    auto add = [&](GemmKind kind, int rows, int columns, bool aligned) {
+        if (find_gemm(plan, kind, rows, columns, aligned)) return true;
+        plan.gemms.push_back({kind, rows, columns, aligned});
+        status = gemm_create(plan.gemms.back(), plan);
+        if (status == CUBLAS_STATUS_SUCCESS) return true;
+        plan.gemms.back().candidates.clear();
+        if (!aligned) return true;  // runs that need it will be refused
+        const char *const names[] = {"logits", "dX", "dW"};
+        fail(from_cublas(status), "cuBLASLt: %s: %d rows, %d columns, C %d, %zu bytes of scratch: %s", names[kind],
+             rows, columns, p.C, plan.gemm_bytes, cublasLtGetStatusName(status));
+        return false;
+    };
+    const std::vector<int> widths = p.C > 0 && p.V > 0 ? sizes(p.V, plan.columns) : std::vector<int>();
+    for (bool aligned : {true, false}) {
+        for (int rows : sizes(p.N, plan.rows)) {
+            for (int columns : widths) {
+                for (int part : sizes(rows, plan.way == LM_HEAD_VOCABULARY ? rows : plan.part_rows)) {
+                    if (!add(GEMM_LOGITS, part, columns, aligned)) return from_cublas(status);
+                    if (p.dX && !add(GEMM_DX, part, columns, aligned)) return from_cublas(status);
                 }
+                if (p.dW && !add(GEMM_DW, rows, columns, aligned)) return from_cublas(status);
             }
         }
     }
@@ -710,8 +727,13 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     if (error == cudaSuccess) {
         error = cudaStreamCreateWithPriority(&plan.side, cudaStreamNonBlocking, p.tuning.urgent ? greatest : least);
     }
-    for (cudaEvent_t *event : {&plan.made[0], &plan.made[1], &plan.done[0], &plan.done[1]}) {
-        if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+    const size_t count = plan.way == LM_HEAD_VOCABULARY ? 2 : ceil_div(plan.rows, plan.part_rows) + 1;
+    for (std::vector<cudaEvent_t> *events : {&plan.made, &plan.done}) {
+        while (error == cudaSuccess && events->size() < count) {
+            cudaEvent_t event = nullptr;
+            error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+            if (error == cudaSuccess) events->push_back(event);
+        }
     }
     return error == cudaSuccess ? error : fail(error, "a stream and its events: %s", cudaGetErrorString(error));
 }
@@ -757,36 +779,6 @@ template <typename floatX, typename gradX>
 using LmHeadLauncher = cudaError_t (*)(const LmHead &plan, const LmHeadArguments<floatX, gradX> &args,
                                        cudaStream_t stream);
 
-// Goes through steps 0..count-1: make(i, stream) a block or tile of logits, look(i, stream) at it, use(i, stream) it.
-// Overlapping, look() is on the side: while it looks at step i, the products of step i-1 are used and those of step i+1
-// made. So there have to be two buffers; whoever makes step i+1 comes behind all that looked at step i-1 or used it.
-template <typename Make, typename Look, typename Use>
-cudaError_t lm_head_steps(const LmHead &plan, int count, cudaStream_t stream, Make make, Look look, Use use) {
-    cudaError_t error = cudaSuccess;
-    auto then = [&](auto step) {
-        if (error == cudaSuccess) error = step();
-    };
-    for (int i = 0; i < count; i++) {
-        if (!plan.overlap) {
-            then([&] { return make(i, stream); });
-            then([&] { return look(i, stream); });
-            then([&] { return use(i, stream); });
-            continue;
-        }
-        for (int next = i == 0 ? 0 : i + 1; next <= i + 1 && next < count; next++) {
-            const cudaEvent_t made = plan.made[next % 2], done = plan.done[next % 2];
-            then([&] { return make(next, stream); });
-            then([&] { return cudaEventRecord(made, stream); });
-            then([&] { return cudaStreamWaitEvent(plan.side, made, 0); });
-            then([&] { return look(next, plan.side); });
-            then([&] { return cudaEventRecord(done, plan.side); });
-        }
-        then([&] { return cudaStreamWaitEvent(stream, plan.done[i % 2], 0); });
-        then([&] { return use(i, stream); });
-    }
-    return error;
-}
-
 // What all ways have in common, for a run: where things are, and the products.
 template <typename floatX, typename gradX>
 struct LmHeadRun {
@@ -801,6 +793,7 @@ struct LmHeadRun {
         uintptr_t all = (uintptr_t)args.X | (uintptr_t)args.W | (uintptr_t)args.bias | (uintptr_t)args.dX;
         all |= (uintptr_t)args.dW;
         if (plan.blocks() > 1) all |= plan.rows * C * sizeof(floatX);
+        if (plan.way == LM_HEAD_ROWS && plan.part_rows < plan.rows) all |= plan.part_rows * C * sizeof(floatX);
         if (plan.tiles() > 1) all |= plan.columns * C * sizeof(floatX) | plan.columns * sizeof(floatX);
         aligned = all % 16 == 0;
     }
@@ -815,49 +808,57 @@ struct LmHeadRun {
         return (T *)(workspace + begin);
     }
 
-    cudaError_t make_logits(floatX *logits, int block, int tile, cudaStream_t stream) const {
-        const int C = plan.problem.C, rows = rows_of(block), columns = columns_of(tile);
+    // Whether there is an algorithm for every product.
+    bool possible() const {
+        for (const Gemm &gemm : plan.gemms) {
+            if (gemm.aligned == aligned && gemm.candidates.empty()) return false;
+        }
+        return true;
+    }
+
+    // Of `count` rows from `row` on, and a tile.
+    cudaError_t make_logits(floatX *logits, size_t row, int count, int tile, cudaStream_t stream) const {
+        const int C = plan.problem.C, columns = columns_of(tile);
         const floatX *const bias = args.bias ? args.bias + (size_t)tile * plan.columns : nullptr;
         if (columns == 0) return cudaSuccess;
         if (C == 0) {
-            lm_head_no_channels_kernel<floatX><<<rows, 256, 0, stream>>>(logits, bias, columns, plan.P);
+            lm_head_no_channels_kernel<floatX><<<count, 256, 0, stream>>>(logits, bias, columns, plan.P);
             return cudaGetLastError();
         }
-        const Gemm *const gemm = find_gemm(plan, GEMM_LOGITS, rows, columns, aligned);
-        return gemm_run(plan, *gemm, logits, args.W + (size_t)tile * plan.columns * C,
-                        args.X + (size_t)block * plan.rows * C, bias, 0, workspace, stream);
+        const Gemm *const gemm = find_gemm(plan, GEMM_LOGITS, count, columns, aligned);
+        return gemm_run(plan, *gemm, logits, args.W + (size_t)tile * plan.columns * C, args.X + row * C, bias, 0,
+                        workspace, stream);
     }
 
-    // dX and dW of a block and tile. first: nothing of this block's dX is there yet.
-    cudaError_t use_dlogits(const floatX *dlogits, int block, int tile, bool first, cudaStream_t stream) const {
-        const int C = plan.problem.C, rows = rows_of(block), columns = columns_of(tile);
-        if (C == 0 || columns == 0) return cudaSuccess;
-        const size_t row = (size_t)block * plan.rows, column = (size_t)tile * plan.columns;
-        cudaError_t error = cudaSuccess;
-        if (args.dX) {
-            void *const dX = plan.float_dX() ? part<void>(plan.dX) : args.dX + row * C;
-            const Gemm *const gemm = find_gemm(plan, GEMM_DX, rows, columns, aligned);
-            error = gemm_run(plan, *gemm, dX, args.W + column * C, dlogits, nullptr, first ? 0 : 1, workspace, stream);
-        }
-        if (args.dW && error == cudaSuccess) {
-            void *const dW = plan.sums_rows() ? part<void>(plan.dW) : args.dW + column * C;
-            const float beta = plan.sums_rows() && block == 0 ? 0 : 1;
-            const Gemm *const gemm = find_gemm(plan, GEMM_DW, rows, columns, aligned);
-            error = gemm_run(plan, *gemm, dW, args.X + row * C, dlogits, nullptr, beta, workspace, stream);
-        }
-        return error;
+    // first: nothing of these rows' dX is there yet.
+    cudaError_t make_dX(const floatX *dlogits, size_t row, int count, int tile, bool first, cudaStream_t stream) const {
+        const int C = plan.problem.C, columns = columns_of(tile);
+        if (!args.dX || C == 0 || columns == 0) return cudaSuccess;
+        void *const dX = plan.float_dX() ? part<void>(plan.dX) : args.dX + row * C;
+        const Gemm *const gemm = find_gemm(plan, GEMM_DX, count, columns, aligned);
+        return gemm_run(plan, *gemm, dX, args.W + (size_t)tile * plan.columns * C, dlogits, nullptr, first ? 0 : 1,
+                        workspace, stream);
     }
 
-    cudaError_t sum_columns(const floatX *dlogits, int block, int tile, cudaStream_t stream) const {
-        const unsigned rows = rows_of(block), columns = columns_of(tile);
+    cudaError_t add_dW(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
+        const int C = plan.problem.C, columns = columns_of(tile);
+        if (!args.dW || C == 0 || columns == 0) return cudaSuccess;
+        void *const dW = plan.sums_rows() ? part<void>(plan.dW) : args.dW + (size_t)tile * plan.columns * C;
+        const Gemm *const gemm = find_gemm(plan, GEMM_DW, count, columns, aligned);
+        return gemm_run(plan, *gemm, dW, args.X + row * C, dlogits, nullptr, plan.sums_rows() && row == 0 ? 0 : 1,
+                        workspace, stream);
+    }
+
+    cudaError_t add_dbias(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
+        const unsigned columns = columns_of(tile);
         if (!args.dbias || columns == 0) return cudaSuccess;
         const unsigned grid_size = ceil_div(columns, WARP_SIZE * (unsigned)Packed128<floatX>::size);
         if (plan.sums_rows()) {
             lm_head_columns_kernel<floatX, float>
-                <<<grid_size, 1024, 0, stream>>>(part<float>(plan.dbias), dlogits, rows, columns, plan.P, block > 0);
+                <<<grid_size, 1024, 0, stream>>>(part<float>(plan.dbias), dlogits, count, columns, plan.P, row > 0);
         } else {
             lm_head_columns_kernel<floatX, gradX><<<grid_size, 1024, 0, stream>>>(
-                args.dbias + (size_t)tile * plan.columns, dlogits, rows, columns, plan.P, true);
+                args.dbias + (size_t)tile * plan.columns, dlogits, count, columns, plan.P, true);
         }
         return cudaGetLastError();
     }
@@ -888,31 +889,38 @@ struct LmHeadRun {
         return error;
     }
 
-    // launch(args, softcap, extras) with the classifier's arguments for a block whose logits are these. Bad targets
-    // have been reported.
+    // launch(args, softcap, extras) with the classifier's arguments for `count` rows from `row` on, whose logits these
+    // are. Bad targets have been reported.
     template <typename Launch>
-    cudaError_t classify(floatX *logits, int block, Launch launch) const {
+    cudaError_t classify(floatX *logits, size_t row, int count, Launch launch) const {
         const LmHeadProblem &p = plan.problem;
-        const size_t row = (size_t)block * plan.rows;
-        floatX *const dlogits = plan.gradient() ? logits : nullptr;
-        return classifier_launch<floatX>(
-            dlogits, args.losses ? args.losses + row : nullptr, args.lse ? args.lse + row : nullptr, nullptr, nullptr,
-            logits, args.targets + row, args.dlosses ? args.dlosses + row : nullptr, nullptr, rows_of(block), p.V, p.V,
-            p.options, [&](ClassifierArguments<floatX> arguments, auto softcap, auto extras) {
-                arguments.P = plan.P;
-                return launch(arguments, softcap, extras);
-            });
+        return classifier_launch<floatX>(plan.gradient() ? logits : nullptr, args.losses ? args.losses + row : nullptr,
+                                         args.lse ? args.lse + row : nullptr, nullptr, nullptr, logits,
+                                         args.targets + row, args.dlosses ? args.dlosses + row : nullptr, nullptr,
+                                         count, p.V, p.V, p.options,
+                                         [&](ClassifierArguments<floatX> arguments, auto softcap, auto extras) {
+                                             arguments.P = plan.P;
+                                             return launch(arguments, softcap, extras);
+                                         });
     }
 
     // The fused classifier, in place.
-    cudaError_t classify_fused(floatX *logits, int block, cudaStream_t stream) const {
+    cudaError_t classify_fused(floatX *logits, size_t row, int count, cudaStream_t stream) const {
         const LmHeadProblem &p = plan.problem;
         const auto *version = find_version(classifier_fused_versions<floatX>, p.tuning.classifier);
-        const size_t row = (size_t)block * plan.rows;
         return version->launch(plan.gradient() ? logits : nullptr, args.losses ? args.losses + row : nullptr,
                                args.lse ? args.lse + row : nullptr, nullptr, nullptr, logits, args.targets + row,
-                               args.dlosses ? args.dlosses + row : nullptr, nullptr, rows_of(block), p.V, plan.P,
-                               p.options, version->block_size, stream);
+                               args.dlosses ? args.dlosses + row : nullptr, nullptr, count, p.V, plan.P, p.options,
+                               version->block_size, stream);
+    }
+};
+
+// Does one step after the other, until one fails.
+struct Steps {
+    cudaError_t error = cudaSuccess;
+    template <typename Step>
+    void then(Step step) {
+        if (error == cudaSuccess) error = step();
     }
 };
 
@@ -922,34 +930,89 @@ cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t s
     floatX *const logits = run.logits(0);
     float *const probs = run.template part<float>(run.plan.probs);
     OnlineSoftmax *const seen = run.template part<OnlineSoftmax>(run.plan.seen);
-    const unsigned N = run.plan.problem.N, grid_size = ceil_div(N, 256u);
-    cudaError_t error = run.make_logits(logits, 0, 0, stream);
-    if (error != cudaSuccess) return error;
-    error = run.classify(logits, 0, [&](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
-        lm_head_softmax_kernel<floatX, softcap.value, extras.value><<<N, 512, 0, stream>>>(probs, seen, args);
-        lm_head_loss_kernel<floatX, softcap.value, extras.value><<<grid_size, 256, 0, stream>>>(seen, args);
-        if (args.dlogits) {
-            lm_head_gradient_kernel<floatX, softcap.value, extras.value><<<N, 512, 0, stream>>>(probs, seen, args);
-        }
-        return cudaGetLastError();
+    const int N = run.plan.problem.N;
+    const unsigned grid_size = ceil_div((unsigned)N, 256u);
+    Steps steps;
+    steps.then([&] { return run.make_logits(logits, 0, N, 0, stream); });
+    steps.then([&] {
+        return run.classify(logits, 0, N, [&](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+            lm_head_softmax_kernel<floatX, softcap.value, extras.value><<<N, 512, 0, stream>>>(probs, seen, args);
+            lm_head_loss_kernel<floatX, softcap.value, extras.value><<<grid_size, 256, 0, stream>>>(seen, args);
+            if (args.dlogits) {
+                lm_head_gradient_kernel<floatX, softcap.value, extras.value><<<N, 512, 0, stream>>>(probs, seen, args);
+            }
+            return cudaGetLastError();
+        });
     });
-    if (error == cudaSuccess) error = run.sum_columns(logits, 0, 0, stream);
-    return error == cudaSuccess ? run.use_dlogits(logits, 0, 0, true, stream) : error;
+    steps.then([&] { return run.make_dX(logits, 0, N, 0, true, stream); });
+    steps.then([&] { return run.add_dW(logits, 0, N, 0, stream); });
+    steps.then([&] { return run.add_dbias(logits, 0, N, 0, stream); });
+    return steps.error;
 }
 
-// Blocks of rows, one or more.
+// Blocks of rows, one or more. Overlapping, a block is classified in parts: the first while the logits of the next one
+// are made, the last while dX is made of the others. dW has the block as a whole, since each addition to it costs.
 template <typename floatX, typename gradX>
 cudaError_t lm_head_by_rows(const LmHeadRun<floatX, gradX> &run, cudaStream_t stream) {
-    auto logits = [&](int block) { return run.logits(block % run.plan.buffers); };
-    const cudaError_t error = lm_head_steps(
-        run.plan, run.plan.blocks(), stream,
-        [&](int block, cudaStream_t s) { return run.make_logits(logits(block), block, 0, s); },
-        [&](int block, cudaStream_t s) {
-            const cudaError_t error = run.classify_fused(logits(block), block, s);
-            return error == cudaSuccess ? run.sum_columns(logits(block), block, 0, s) : error;
-        },
-        [&](int block, cudaStream_t s) { return run.use_dlogits(logits(block), block, 0, true, s); });
-    return error == cudaSuccess ? run.add_sums(stream) : error;
+    const LmHead &plan = run.plan;
+    const cudaStream_t side = plan.overlap ? plan.side : stream;
+    floatX *const logits = run.logits(0);
+    Steps steps;
+    for (int block = 0; block < plan.blocks(); block++) {
+        const size_t first = (size_t)block * plan.rows;
+        const int rows = run.rows_of(block), parts = ceil_div(rows, plan.part_rows);
+        auto rows_of = [&](int part) { return std::min(plan.part_rows, rows - part * plan.part_rows); };
+        auto row_of = [&](int part) { return first + (size_t)part * plan.part_rows; };
+        auto logits_of = [&](int part) { return logits + (size_t)part * plan.part_rows * plan.P; };
+        // What `next` does in its stream waits for what is in `before` now.
+        auto wait = [&](const std::vector<cudaEvent_t> &events, int part, cudaStream_t before, cudaStream_t next) {
+            if (!plan.overlap) return;
+            steps.then([&] { return cudaEventRecord(events[part], before); });
+            steps.then([&] { return cudaStreamWaitEvent(next, events[part], 0); });
+        };
+        for (int part = 0; part < parts; part++) {
+            steps.then([&] { return run.make_logits(logits_of(part), row_of(part), rows_of(part), 0, stream); });
+            wait(plan.made, part, stream, side);
+            steps.then([&] { return run.classify_fused(logits_of(part), row_of(part), rows_of(part), side); });
+            if (plan.overlap) steps.then([&] { return cudaEventRecord(plan.done[part], side); });
+        }
+        steps.then([&] { return run.add_dbias(logits, first, rows, 0, side); });
+        for (int part = 0; part < parts; part++) {
+            if (plan.overlap) steps.then([&] { return cudaStreamWaitEvent(stream, plan.done[part], 0); });
+            steps.then([&] { return run.make_dX(logits_of(part), row_of(part), rows_of(part), 0, true, stream); });
+        }
+        steps.then([&] { return run.add_dW(logits, first, rows, 0, stream); });
+        if (run.args.dbias) wait(plan.done, parts, side, stream);
+    }
+    steps.then([&] { return run.add_sums(stream); });
+    return steps.error;
+}
+
+// Goes through steps 0..count-1: make(i, stream) a block or tile of logits, look(i, stream) at it, use(i, stream) it.
+// Overlapping, look() is on the side: while it looks at step i, the products of step i-1 are used and those of step i+1
+// made. So there have to be two buffers; what makes step i+1 comes behind all that looked at step i-1 or used it.
+template <typename Make, typename Look, typename Use>
+cudaError_t lm_head_steps(const LmHead &plan, int count, cudaStream_t stream, Make make, Look look, Use use) {
+    Steps steps;
+    for (int i = 0; i < count; i++) {
+        if (!plan.overlap) {
+            steps.then([&] { return make(i, stream); });
+            steps.then([&] { return look(i, stream); });
+            steps.then([&] { return use(i, stream); });
+            continue;
+        }
+        for (int next = i == 0 ? 0 : i + 1; next <= i + 1 && next < count; next++) {
+            const cudaEvent_t made = plan.made[next % 2], done = plan.done[next % 2];
+            steps.then([&] { return make(next, stream); });
+            steps.then([&] { return cudaEventRecord(made, stream); });
+            steps.then([&] { return cudaStreamWaitEvent(plan.side, made, 0); });
+            steps.then([&] { return look(next, plan.side); });
+            steps.then([&] { return cudaEventRecord(done, plan.side); });
+        }
+        steps.then([&] { return cudaStreamWaitEvent(stream, plan.done[i % 2], 0); });
+        steps.then([&] { return use(i, stream); });
+    }
+    return steps.error;
 }
 
 // Tiles of the vocabulary, twice; the second time in the opposite order, so that the tiles that the first pass left in
@@ -966,56 +1029,59 @@ cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStrea
     // About four vectors a thread.
     const int vectors = ceil_div(plan.columns, (int)Packed128<floatX>::size);
     const int block_size = std::clamp(ceil_div(vectors, 4 * WARP_SIZE) * WARP_SIZE, WARP_SIZE, 512);
+    Steps steps;
     for (int block = 0; block < plan.blocks(); block++) {
-        const unsigned rows = run.rows_of(block);
-        cudaError_t error = lm_head_steps(
-            plan, tiles, stream,
-            [&](int tile, cudaStream_t s) { return run.make_logits(logits(tile), block, tile, s); },
-            [&](int tile, cudaStream_t s) {
-                return run.classify(logits(tile), block, [&](const auto &args, auto softcap, auto extras) {
+        const int rows = run.rows_of(block);
+        const size_t row = (size_t)block * plan.rows;
+        auto make = [&](int tile, cudaStream_t s) { return run.make_logits(logits(tile), row, rows, tile, s); };
+        steps.then([&] {
+            auto look = [&](int tile, cudaStream_t s) {
+                return run.classify(logits(tile), row, rows, [&](const auto &args, auto softcap, auto extras) {
                     lm_head_statistics_kernel<floatX, softcap.value, extras.value>
                         <<<rows, block_size, 0, s>>>(seen, args, (unsigned)tile * plan.columns, run.columns_of(tile));
                     return cudaGetLastError();
                 });
-            },
-            [](int, cudaStream_t) { return cudaSuccess; });
-        if (error != cudaSuccess) return error;
-        error = run.classify(logits(0), block, [&](const auto &args, auto softcap, auto extras) {
-            lm_head_finish_kernel<floatX, softcap.value, extras.value>
-                <<<ceil_div(rows, 128u), 128, 0, stream>>>(gradients, seen, args);
-            return cudaGetLastError();
+            };
+            return lm_head_steps(plan, tiles, stream, make, look, [](int, cudaStream_t) { return cudaSuccess; });
         });
-        if (error != cudaSuccess || !plan.gradient()) {
-            if (error != cudaSuccess) return error;
-            continue;
-        }
-        error = lm_head_steps(
-            plan, tiles, stream,
-            [&](int step, cudaStream_t s) {
-                const int tile = tiles - 1 - step;
-                return step < plan.buffers ? cudaSuccess : run.make_logits(logits(tile), block, tile, s);
-            },
-            [&](int step, cudaStream_t s) {
-                const int tile = tiles - 1 - step;
-                const cudaError_t error =
-                    run.classify(logits(tile), block, [&](const auto &args, auto softcap, auto extras) {
-                        lm_head_tile_kernel<floatX, softcap.value, extras.value><<<rows, block_size, 0, s>>>(
-                            gradients, args, (unsigned)tile * plan.columns, run.columns_of(tile));
-                        return cudaGetLastError();
-                    });
-                return error == cudaSuccess ? run.sum_columns(logits(tile), block, tile, s) : error;
-            },
-            [&](int step, cudaStream_t s) {
-                const int tile = tiles - 1 - step;
-                return run.use_dlogits(logits(tile), block, tile, step == 0, s);
+        steps.then([&] {
+            return run.classify(logits(0), row, rows, [&](const auto &args, auto softcap, auto extras) {
+                lm_head_finish_kernel<floatX, softcap.value, extras.value>
+                    <<<ceil_div((unsigned)rows, 128u), 128, 0, stream>>>(gradients, seen, args);
+                return cudaGetLastError();
             });
-        if (error == cudaSuccess && plan.float_dX()) {
-            error = run.round(run.args.dX + (size_t)block * plan.rows * p.C, run.template part<float>(plan.dX),
-                              (long long)rows * p.C, false, stream);
+        });
+        if (!plan.gradient()) continue;
+        steps.then([&] {
+            auto tile_of = [&](int step) { return tiles - 1 - step; };
+            auto make_again = [&](int step, cudaStream_t s) {
+                return step < plan.buffers ? cudaSuccess : make(tile_of(step), s);
+            };
+            auto look = [&](int step, cudaStream_t s) {
+                const int tile = tile_of(step);
+                floatX *const x = logits(tile);
+                const cudaError_t error = run.classify(x, row, rows, [&](const auto &args, auto softcap, auto extras) {
+                    lm_head_tile_kernel<floatX, softcap.value, extras.value><<<rows, block_size, 0, s>>>(
+                        gradients, args, (unsigned)tile * plan.columns, run.columns_of(tile));
+                    return cudaGetLastError();
+                });
+                return error == cudaSuccess ? run.add_dbias(x, row, rows, tile, s) : error;
+            };
+            auto use = [&](int step, cudaStream_t s) {
+                const int tile = tile_of(step);
+                const cudaError_t error = run.make_dX(logits(tile), row, rows, tile, step == 0, s);
+                return error == cudaSuccess ? run.add_dW(logits(tile), row, rows, tile, s) : error;
+            };
+            return lm_head_steps(plan, tiles, stream, make_again, look, use);
+        });
+        if (plan.float_dX()) {
+            steps.then([&] {
+                return run.round(run.args.dX + row * p.C, run.template part<float>(plan.dX), (long long)rows * p.C,
+                                 false, stream);
+            });
         }
-        if (error != cudaSuccess) return error;
     }
-    return cudaSuccess;
+    return steps.error;
 }
 
 // Runs a plan: any version's, since the plan knows its way.
@@ -1027,6 +1093,8 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
                             (args.dbias != nullptr) == p.dbias && (args.bias != nullptr) == p.bias;
     const bool has_inputs = (args.X || p.C == 0) && (args.W || p.C == 0 || p.V == 0) && args.targets && args.workspace;
     if (!as_planned || !has_inputs || lm_head_size(p.type) != sizeof(floatX)) return cudaErrorInvalidValue;
+    const LmHeadRun<floatX, gradX> run(plan, args);
+    if (!run.possible()) return cudaErrorNotSupported;
     if (args.status) {
         lm_head_targets_kernel<<<ceil_div((unsigned)p.N, 256u), 256, 0, stream>>>(args.status, args.targets, p.N, p.V,
                                                                                   p.options.ignore_index);
@@ -1037,7 +1105,6 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
         const cudaError_t error = cudaMemsetAsync(args.dX, 0, (size_t)p.N * p.C * sizeof(floatX), stream);
         if (error != cudaSuccess) return error;
     }
-    const LmHeadRun<floatX, gradX> run(plan, args);
     switch (plan.way) {
         case LM_HEAD_TEXTBOOK:
             return lm_head_textbook(run, stream);
@@ -1050,9 +1117,11 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
 
 // Tries the algorithms that cuBLASLt proposes for each product, on the run's own memory, and remembers the fastest. The
 // exception among these functions: it waits for the stream, and dX, dW and the workspace hold anything afterwards, so
-// its place is before the first run. Without it, a plan takes what cuBLASLt proposes first.
+// its place is before the first run. Without it, a plan takes what cuBLASLt proposes first. add: sums are added to what
+// is there, as runs do it.
 template <typename floatX, typename gradX>
-cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
+cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream,
+                         bool add = true) {
     constexpr int rounds = 4;  // of which the first is a warm-up
     const LmHeadRun<floatX, gradX> run(plan, args);
     cudaEvent_t start = nullptr, stop = nullptr;
@@ -1066,13 +1135,14 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
         void *const d = logits ? run.logits(0) : gemm.kind == GEMM_DX ? dX : dW;
         const void *const a = gemm.kind == GEMM_DW ? args.X : args.W;
         const void *const b = logits ? (const void *)args.X : run.logits(0);
+        const bool adds = add && (gemm.kind == GEMM_DW || (gemm.kind == GEMM_DX && plan.tiles() > 1));
         const size_t count = gemm.candidates.size();
         std::vector<float> best(count, INFINITY);
         for (int round = 0; round < rounds; round++) {
             for (gemm.chosen = 0; error == cudaSuccess && gemm.chosen < count; gemm.chosen++) {
                 float milliseconds = INFINITY;
                 cudaEventRecord(start, stream);
-                const bool ran = gemm_run(plan, gemm, d, a, b, logits ? args.bias : nullptr, logits ? 0 : 1,
+                const bool ran = gemm_run(plan, gemm, d, a, b, logits ? args.bias : nullptr, adds ? 1 : 0,
                                           run.workspace, stream) == cudaSuccess;
                 cudaEventRecord(stop, stream);
                 error = cudaEventSynchronize(stop);
@@ -1296,6 +1366,7 @@ void lm_head_race(Harness &h) {
     problem.tf32 = h.flag("--tf32");
     problem.tuning.overlap = h.choice("--overlap") == "on";
     problem.tuning.way = way == "auto" ? -1 : way == "rows" ? LM_HEAD_ROWS : LM_HEAD_VOCABULARY;
+    problem.tuning.parts = (int)h.number("--parts");
     problem.tuning.columns = (int)h.number("--columns");
     problem.tuning.gemm_sms = (int)h.number("--gemm-sms");
     problem.tuning.classifier = (int)h.number("--classifier");
@@ -1349,15 +1420,19 @@ void lm_head_race(Harness &h) {
         char words[160] = "";
         if (plan) {
             const char *const ways[] = {"textbook", "rows", "vocabulary"};
-            snprintf(words, sizeof(words), "scratch %.1f%% of the logits | %s: %d x %d, %d buffer%s", share,
-                     ways[plan->way], plan->rows, plan->columns, plan->buffers, plan->buffers > 1 ? "s" : "");
+            const bool tiles = plan->way == LM_HEAD_VOCABULARY;
+            const int pieces = tiles ? plan->buffers : ceil_div(plan->rows, plan->part_rows);
+            snprintf(words, sizeof(words), "scratch %.1f%% of the logits | %s: %d x %d, %d %s%s", share,
+                     ways[plan->way], plan->rows, plan->columns, pieces, tiles ? "buffer" : "part",
+                     pieces > 1 ? "s" : "");
         }
         return {{"scratch_bytes", bytes, ""},
                 {"scratch_pct_of_logits", share, words},
                 {"memory_bytes", plan ? (double)plan->problem.memory : 0, ""},
                 {"block_rows", plan ? (double)plan->rows : 0, ""},
                 {"tile_columns", plan ? (double)plan->columns : 0, ""},
-                {"buffers", plan ? (double)plan->buffers : 0, ""}};
+                {"buffers", plan ? (double)plan->buffers : 0, ""},
+                {"part_rows", plan ? (double)plan->part_rows : 0, ""}};
     };
 
     const int ignore_every = (int)h.number("--ignore-every");
@@ -1459,7 +1534,7 @@ void lm_head_race(Harness &h) {
     };
     h.before = [=](int version, cudaStream_t stream) {
         for (const Plan &plan : (*plans)[version]) cudaCheck(lm_head_tune(*plan, place(*plan), stream));
-        if (bare_plan) cudaCheck(lm_head_tune(*bare_plan, bare_args, stream));
+        if (bare_plan) cudaCheck(lm_head_tune(*bare_plan, bare_args, stream, false));
     };
     h.bytes = ((double)N * C * (1 + problem.dX) + (double)V * C) * sizeof(floatX) +
               (problem.dW ? 2.0 * V * C * sizeof(gradX) : 0) + (2.0 + wants_lse) * N * sizeof(float);
@@ -1520,6 +1595,7 @@ int main(int argc, char **argv) {
                {"--logit-scale", 1, -1e6, 1e6, "a factor of the logits"},
                {"--ignore-every", 0, 0, INT32_MAX, "every INTth target is one to ignore; 0: none", true},
                {"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
+               {"--parts", 0, 0, 64, "version 5: of a block of rows; 0: 2, or 4 where dX is not wanted", true},
                {"--columns", 0, 0, INT32_MAX, "of a tile; 0: from the L2 and the budget", true},
                {"--gemm-sms", 0, 0, 1024, "version 5: multiprocessors for the products; 0: all", true},
                {"--classifier", 0, 0, 5, "which version of classifier_fused; 0: the best", true}},

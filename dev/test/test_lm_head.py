@@ -635,7 +635,7 @@ def refused(*arguments, words, status=2):
 
 CHECKED = r"check: max error \d+\.\d \(allowed .*\) over \d+ elements( of sampled rows)?, the same bits each time: ok"
 TIMED = r"memory 25% +\| time \d+\.\d{4} ms \| \d+\.\d TFLOP/s \| \d+\.\d{3}x the gemms? \| scratch \d+\.\d% of the " \
-    r"logits \| (textbook|rows|vocabulary): \d+ x \d+, \d+ buffers?  <- best"
+    r"logits \| (textbook|rows|vocabulary): \d+ x \d+, \d+ (buffer|part)s?  <- best"
 
 
 def test_report():
