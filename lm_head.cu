@@ -455,8 +455,9 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap, size_t l2
             const int rows = most == p.N ? most : even_pieces(p.N, most / unit * unit, unit);
             const int width = even_pieces(p.V, columns, columns < p.V ? unit_columns : 1), tiles = ceil_div(p.V, width);
             const int more =
-                p.version == 5 ? largest_that_fits(buffers, tiles, [&](int count) { return fits(rows, width, count); })
-                               : buffers;
+                p.version == 5 && plan.gradient()
+                    ? largest_that_fits(buffers, tiles, [&](int count) { return fits(rows, width, count); })
+                    : buffers;
             plan.overlap = overlap && more > 1 && tiles > 1;
             return fits(rows, width, std::max(1, std::min(more, tiles)));
         }
@@ -464,19 +465,24 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap, size_t l2
     }
 }
 
-// What a plan costs, in products of 2NCV operations. A product takes the time of its operations or that of the memory
-// traffic of its sums (dW once a block of rows; dX once a tile, half of which meets the L2), whichever is more; the
-// classifier's traffic comes on top, where it doesn't hide.
+// What a plan costs, in products of 2NCV operations. A product takes the time of its operations, or that of the memory
+// traffic of its largest factor or its sums, whichever is more: W once a part of rows; dW, read and written, once a
+// block of rows; of X and a float dX, once a tile, half meets the L2. Fewer than 128 rows take as long as those. What
+// the classifier moves comes on top, where it doesn't hide; half of a tile is in the L2 when it comes by.
 inline double lm_head_cost(const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
-    const double N = p.N, C = std::max(p.C, 1), V = p.V, blocks = plan.blocks(), tiles = plan.tiles();
+    const double N = p.N, C = std::max(p.C, 1), V = p.V, size = lm_head_size(p.type), tiles = plan.tiles();
     const double per_byte = p.tuning.operations / (2 * N * C * V);
-    const bool twice = plan.way == LM_HEAD_VOCABULARY && plan.gradient();
-    double cost = 1 + (twice ? 1 - std::min(1.0, plan.buffers / tiles) : 0);
-    if (p.dW) cost += std::max(1.0, blocks * 8 * V * C * per_byte);
-    if (p.dX) cost += std::max(1.0, twice ? tiles * 4 * N * C * per_byte : 0);
-    const double each = (plan.gradient() ? 4 : 2) + (twice ? 2 : 0);
-    return cost + each * N * V * per_byte * (plan.overlap ? 1 - p.tuning.hidden : 1);
+    const bool by_tiles = plan.way == LM_HEAD_VOCABULARY, twice = by_tiles && plan.gradient();
+    const double blocks = plan.blocks(), rows = by_tiles ? plan.rows : plan.part_rows, parts = ceil(N / rows);
+    const double wave = ceil(rows / 128) * 128 / rows, reads = parts * V * C * size + tiles * N * C * size / 2;
+    const double logits = std::max(wave, reads * per_byte);
+    double cost = logits * (twice ? 2 - std::min(1.0, plan.buffers / tiles) : 1);
+    if (p.dW) cost += std::max((plan.rows + 32.0) / plan.rows, blocks * 8 * V * C * per_byte);
+    if (p.dX) cost += std::max(wave, (reads + (twice ? tiles * 4 * N * C : 0)) * per_byte);
+    const double passes = (plan.gradient() ? 2 : 1) + (twice ? 1 : 0);
+    const double beside = plan.overlap ? p.tuning.hidden * (p.dX || by_tiles ? 1 : 1 - rows / plan.rows) : 0;
+    return cost + passes * size * N * V * per_byte * (by_tiles ? 0.75 : 1) * (1 - beside);
 }
 
 // The way, the sizes and the workspace. False if the budget is too small.
