@@ -736,6 +736,13 @@ def test_bad_options():
     refused("-b", 2**31 - 1, "-t", 2, words=["B*T", "-b, -t"])
 
 
+def test_out_of_memory():
+    for version, shape in ((2, ["-b", 40000, "-t", 1000, "-v", 2000000]), (5, ["-c", 100000000, "-v", 2000000])):
+        result = head(version, *shape)
+        assert (result.returncode, result.stdout) == (3, "") and len(result.stderr.splitlines()) == 1, result
+        assert re.search(r"out of memory: needs \S+ GiB", result.stderr)
+
+
 def test_one_version_that_cannot_is_skipped():
     """Blocks of rows and a dW of 16 bits need all of it in float; tiles don't."""
     result = head("all", *SMALL, "--check", "--grad-dtype", "same", "--memory", "0.02")
