@@ -92,7 +92,7 @@ K ?= $(firstword $(KERNELS))
 on_gpu = $(if $(filter cuda,$(DEVICE)),$(1),@echo "make $@: needs DEVICE=cuda" >&2; exit 1)
 
 profile: $(BUILD)/$(K) ## K=encoder_forward V=3: what Nsight Compute says of its kernels (needs ncu)
-	$(call on_gpu,ncu --set full --kernel-id ::regex:^$(K)_:1 --clock-control none $< $(V) --bench --repeat 1 --block-size 256)
+	$(call on_gpu,ncu --set full --kernel-id ::regex:^$(K)_:1 --clock-control none $< $(V) --bench --repeat 1 $(if $(filter lm_head,$(K)),,--block-size 256))
 
 sass: $(BUILD)/$(K) ## K=encoder_forward: the machine code of its kernels (needs cuobjdump)
 	$(call on_gpu,cuobjdump --dump-sass $<)

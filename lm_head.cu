@@ -237,20 +237,21 @@ __global__ void __launch_bounds__(512)
         });
 }
 
-// The sum of each column of dlogits, in float, added to what is there or not, and rounded once. A block has as many
-// columns as the lanes of a warp have with 16 bytes each; its warps take every warps-th row. The order of the additions
-// is always the same.
-template <typename floatX, typename sumX>
+// The sum of each column of dlogits over a slice of the rows, in float: sums (slices, columns). A block has a slice of as
+// many columns as the lanes of a warp have with 16 bytes each; its warps take every warps-th row. The order of the
+// additions is always the same.
+template <typename floatX>
 __global__ void __launch_bounds__(1024)
-    lm_head_columns_kernel(sumX *sums, const floatX *dlogits, unsigned rows, unsigned columns, unsigned P, bool add) {
+    lm_head_columns_kernel(float *sums, const floatX *dlogits, unsigned rows, unsigned columns, unsigned P) {
     typedef Packed128<floatX> x128;
     __shared__ float partial[WARP_SIZE * WARP_SIZE * x128::size];
     const unsigned lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
     const unsigned across = WARP_SIZE * x128::size, column = blockIdx.x * across + lane * x128::size;
+    const unsigned slice = ceil_div(rows, gridDim.y), first = blockIdx.y * slice, last = min(first + slice, rows);
     float sum[x128::size] = {}, values[x128::size];
     if (column < columns) {  // the last vector may reach into the padding, whose sums nobody takes
 #pragma unroll 4
-        for (unsigned r = warp; r < rows; r += warps) {
+        for (unsigned r = first + warp; r < last; r += warps) {
             to_floats(values, load128(dlogits + (size_t)r * P + column));
             for (int k = 0; k < x128::size; k++) sum[k] += values[k];
         }
@@ -259,11 +260,20 @@ __global__ void __launch_bounds__(1024)
     __syncthreads();
     for (unsigned i = threadIdx.x; i < across; i += blockDim.x) {
         const unsigned j = blockIdx.x * across + i;
-        if (j >= columns) continue;
-        float total = add ? (float)sums[j] : 0.0f;
+        float total = 0;
         for (unsigned w = 0; w < warps; w++) total += partial[w * across + i];
-        sums[j] = (sumX)total;
+        if (j < columns) sums[(size_t)blockIdx.y * columns + j] = total;
     }
+}
+
+// out = the sums of all slices, or out += that, rounded once. A thread a column.
+template <typename T>
+__global__ void lm_head_slices_kernel(T *out, const float *sums, unsigned columns, unsigned slices, bool add) {
+    const unsigned j = blockIdx.x * blockDim.x + threadIdx.x;
+    if (j >= columns) return;
+    float total = 0;
+    for (unsigned i = 0; i < slices; i++) total += sums[(size_t)i * columns + j];
+    out[j] = (T)(add ? (float)out[j] + total : total);
 }
 
 // out = sums, or out += sums, rounded once.
@@ -301,7 +311,7 @@ struct LmHeadTuning {
     double operations = 167;  // floating-point operations of a product in the time that a byte of DRAM takes (H200)
     double hidden = 0.5;      // the share of the classifier's memory traffic that hides behind the products
     double l2_share = 0.5;    // of the L2, for the tiles that are in use
-    size_t most_gemm_bytes = 32 << 20;  // what cuBLASLt may have, and no more than an eighth of the budget
+    size_t most_gemm_bytes = 32 << 20;  // what cuBLASLt may have; no more than an eighth of the budget
 };
 
 // What a plan is made for. Types: CUDA_R_32F, CUDA_R_16F or CUDA_R_16BF; of the gradients the same, or CUDA_R_32F.
@@ -339,7 +349,7 @@ struct LmHead {
     bool overlap = false;
 
     // The workspace: where each part begins, and all of them together.
-    size_t logits = 0, probs = 0, seen = 0, gradients = 0, dX = 0, dW = 0, dbias = 0, gemm = 0;
+    size_t logits = 0, probs = 0, seen = 0, gradients = 0, dX = 0, dW = 0, dbias = 0, slices = 0, gemm = 0;
     size_t gemm_bytes = 0, bytes = 0;
 
     cublasLtHandle_t handle = nullptr;
@@ -353,6 +363,12 @@ struct LmHead {
     bool gradient() const { return problem.dX || problem.dW || problem.dbias; }
     // Sums over several blocks of rows, or tiles, are kept in float until they are complete.
     bool float_dX() const { return way == LM_HEAD_VOCABULARY && problem.dX && problem.type != CUDA_R_32F; }
+    // Slices of the rows for dbias: some 256 blocks, each of 128 rows at least.
+    unsigned row_slices() const {
+        const unsigned vector = problem.type == CUDA_R_32F ? 4 : 8;
+        const unsigned across = ceil_div((unsigned)std::max(columns, 1), WARP_SIZE * vector);
+        return std::min(ceil_div(256u, across), ceil_div((unsigned)rows, 128u));
+    }
     bool sums_rows() const { return way == LM_HEAD_ROWS && blocks() > 1 && problem.gradient_type != CUDA_R_32F; }
 };
 
@@ -386,6 +402,7 @@ inline bool lm_head_layout(LmHead &plan) {
     plan.dX = part(plan.float_dX(), rows * C * sizeof(float));
     plan.dW = part(plan.sums_rows() && p.dW, V * C * sizeof(float));
     plan.dbias = part(plan.sums_rows() && p.dbias, V * sizeof(float));
+    plan.slices = part(p.dbias, plan.row_slices() * (double)plan.columns * sizeof(float));
     plan.gemm = part(true, (double)plan.gemm_bytes);
     plan.bytes = next + 255;  // the caller's memory begins anywhere
     return possible;
@@ -475,7 +492,8 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap, size_t l2
 inline double lm_head_cost(const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
     const double N = p.N, C = std::max(p.C, 1), V = p.V, size = lm_head_size(p.type), tiles = plan.tiles();
-    const double per_byte = p.tuning.operations / (2 * N * C * V);
+    const double slower = p.type != CUDA_R_32F ? 1 : p.tf32 ? 2 : 12;  // than products of 16 bits
+    const double per_byte = p.tuning.operations / slower / (2 * N * C * V);
     const bool by_tiles = plan.way == LM_HEAD_VOCABULARY, twice = by_tiles && plan.gradient();
     const double blocks = plan.blocks(), rows = by_tiles ? plan.rows : plan.part_rows, parts = ceil(N / rows);
     const double wave = ceil(rows / 128) * 128 / rows, reads = parts * V * C * size + tiles * N * C * size / 2;
@@ -494,7 +512,9 @@ inline bool lm_head_plan(LmHead &plan, size_t memory, size_t l2) {
     const size_t unlimited = SIZE_MAX / 2;
     const bool bounded = p.version >= 3 && p.V > 0, overlap = p.version == 5 && p.tuning.overlap;
     if (!bounded) memory = unlimited;
-    plan.gemm_bytes = std::min(p.tuning.most_gemm_bytes, memory / 8) / 256 * 256;
+    const double logits_bytes = (double)p.N * p.V * lm_head_size(p.type);
+    const size_t share = bounded ? memory / 8 : (size_t)std::min(std::max(logits_bytes / 4, 0x1p20), 0x1p40);
+    plan.gemm_bytes = std::min(p.tuning.most_gemm_bytes, share) / 256 * 256;
     plan.overlap = false;
     if (!bounded) {  // all at once
         plan.way = p.version == 1 ? LM_HEAD_TEXTBOOK : LM_HEAD_ROWS;
@@ -859,15 +879,18 @@ struct LmHeadRun {
     }
 
     cudaError_t add_dbias(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
-        const unsigned columns = columns_of(tile);
+        const unsigned columns = columns_of(tile), slices = plan.row_slices();
         if (!args.dbias || columns == 0) return cudaSuccess;
-        const unsigned grid_size = ceil_div(columns, WARP_SIZE * (unsigned)Packed128<floatX>::size);
+        float *const sums = part<float>(plan.slices);
+        const dim3 grid(ceil_div(columns, WARP_SIZE * (unsigned)Packed128<floatX>::size), slices);
+        lm_head_columns_kernel<floatX><<<grid, 1024, 0, stream>>>(sums, dlogits, count, columns, plan.P);
+        const unsigned grid_size = ceil_div(columns, 256u);
         if (plan.sums_rows()) {
-            lm_head_columns_kernel<floatX, float>
-                <<<grid_size, 1024, 0, stream>>>(part<float>(plan.dbias), dlogits, count, columns, plan.P, row > 0);
+            lm_head_slices_kernel<float>
+                <<<grid_size, 256, 0, stream>>>(part<float>(plan.dbias), sums, columns, slices, row > 0);
         } else {
-            lm_head_columns_kernel<floatX, gradX><<<grid_size, 1024, 0, stream>>>(
-                args.dbias + (size_t)tile * plan.columns, dlogits, count, columns, plan.P, true);
+            lm_head_slices_kernel<gradX>
+                <<<grid_size, 256, 0, stream>>>(args.dbias + (size_t)tile * plan.columns, sums, columns, slices, true);
         }
         return cudaGetLastError();
     }

@@ -2,8 +2,9 @@
  *
  * Every function works on device memory (on the CPU device: any memory), launches on `stream` (a cudaStream_t; null is
  * the default stream) and returns at once: nothing is allocated, printed or synchronised, so that a call may be
- * captured in a CUDA graph. It returns BK_OK or an error that bk_error_string() puts into words; a refused call
- * launches nothing. Tensors are row-major and need only the alignment of their elements; offsets are 64-bit throughout.
+ * captured in a CUDA graph (what makes, tunes and destroys the LM head's plans says what it does). It returns BK_OK or
+ * an error that bk_error_string() puts into words; a refused call launches nothing. Tensors are row-major and need only
+ * the alignment of their elements; offsets are 64-bit throughout.
  * On the CPU device the results are there when the call returns.
  */
 #ifndef BOOKENDS_H

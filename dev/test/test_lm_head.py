@@ -677,11 +677,11 @@ def test_with_and_without_a_blas(dtype, blas):
 
 
 def test_large_checks_are_of_sampled_rows():
-    """More than 4e9 products: some rows' losses are known, and dW is the sum over those."""
-    result = head(3, "-b", 1, "-t", 600, "-c", 1, "-v", 50257, "--check", "--memory", "10%")
+    """Some rows' losses are known, and dW is the sum over those."""
+    result = head(3, "-b", 1, "-t", 420, "-c", 1, "-v", 50257, "--check", "--memory", "10%")
     assert result.returncode == 0, result
     count = int(re.search(r"over (\d+) elements of sampled rows", result.stdout).group(1))
-    assert 50257 + 600 + 32 <= count < 50257 + 1200
+    assert count == 50257 + 420 + 210  # dW, dX and losses
 
 
 @pytest.mark.parametrize("gradients, products", [("both", 3), ("dx", 2), ("dw", 2), (None, 1)])
@@ -737,8 +737,8 @@ def test_bad_options():
 
 
 def test_out_of_memory():
-    for version, shape in ((2, ["-b", 40000, "-t", 1000, "-v", 2000000]), (5, ["-c", 100000000, "-v", 2000000])):
-        result = head(version, *shape)
+    for version in (2, 5):
+        result = head(version, "-b", 1000000, "-t", 10, "-c", 1, "-v", 2000000)
         assert (result.returncode, result.stdout) == (3, "") and len(result.stderr.splitlines()) == 1, result
         assert re.search(r"out of memory: needs \S+ GiB", result.stderr)
 
