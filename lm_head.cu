@@ -249,11 +249,15 @@ __global__ void __launch_bounds__(1024)
     const unsigned across = WARP_SIZE * x128::size, column = blockIdx.x * across + lane * x128::size;
     const unsigned slice = ceil_div(rows, gridDim.y), first = blockIdx.y * slice, last = min(first + slice, rows);
     float sum[x128::size] = {}, values[x128::size];
-    if (column < columns) {  // the last vector may reach into the padding, whose sums nobody takes
+    if (column + x128::size <= columns) {
 #pragma unroll 4
         for (unsigned r = first + warp; r < last; r += warps) {
             to_floats(values, load128(dlogits + (size_t)r * P + column));
             for (int k = 0; k < x128::size; k++) sum[k] += values[k];
+        }
+    } else {  // nobody has written what is behind the last column
+        for (unsigned r = first + warp; r < last; r += warps) {
+            for (unsigned k = 0; column + k < columns; k++) sum[k] += (float)dlogits[(size_t)r * P + column + k];
         }
     }
     for (int k = 0; k < x128::size; k++) partial[warp * across + lane * x128::size + k] = sum[k];
@@ -305,7 +309,7 @@ struct LmHeadTuning {
     bool urgent = true;       // that one's kernels first, where both streams have some to start
     int way = -1;             // an LmHeadWay; -1: whichever costs less
     int parts = 0;            // of a block of rows, that are classified one by one; 0: 2, or 4 where dX is not wanted
-    int columns = 0;          // of a tile; 0: from the L2
+    int columns = 0;          // of a tile at most; 0: from the L2
     int gemm_sms = 0;         // so many multiprocessors for the products; 0: all
     int classifier = 0;       // which version of classifier_fused; 0: the best
     double operations = 167;  // floating-point operations of a product in the time that a byte of DRAM takes (H200)
@@ -1176,6 +1180,7 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
                 cudaEventRecord(start, stream);
                 const bool ran = gemm_run(plan, gemm, d, a, b, logits ? args.bias : nullptr, adds ? 1 : 0,
                                           run.workspace, stream) == cudaSuccess;
+                cudaGetLastError();  // what one that cannot run may leave behind
                 cudaEventRecord(stop, stream);
                 error = cudaEventSynchronize(stop);
                 if (error == cudaSuccess && ran) error = cudaEventElapsedTime(&milliseconds, start, stop);
@@ -1631,7 +1636,7 @@ int main(int argc, char **argv) {
                {"--ignore-every", 0, 0, INT32_MAX, "every INTth target is one to ignore; 0: none", true},
                {"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
                {"--parts", 0, 0, 64, "version 5: of a block of rows; 0: 2, or 4 where dX is not wanted", true},
-               {"--columns", 0, 0, INT32_MAX, "of a tile; 0: from the L2 and the budget", true},
+               {"--columns", 0, 0, INT32_MAX, "of a tile at most; 0: from the L2", true},
                {"--gemm-sms", 0, 0, 1024, "version 5: multiprocessors for the products; 0: all", true},
                {"--classifier", 0, 0, 5, "which version of classifier_fused; 0: the best", true}},
               {{"--memory", "25%", "scratch at most, in MiB or as a share of the logits (like 10%)"}});

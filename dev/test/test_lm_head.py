@@ -589,12 +589,52 @@ def test_pointers_that_are_not_as_planned(version):
         assert all((arrays[name].get() == before[name]).all() for name in names)
 
 
+@pytest.mark.skipif(ON_CUDA, reason="the runtime that the library is linked with is out of reach there")
+@every_version
+def test_an_error_from_before_is_not_this_calls(version):
+    case = Case(BF16, FP32, 5, 8, 20)
+    bookends.leave_an_error_behind()
+    case.check(version)
+
+
+@needs_cuda
+@every_version
+@every_dtype
+def test_graph_replay_with_other_inputs(dtype, version):
+    """Captured once, with the work on the plan's own stream, and replayed."""
+    import torch
+    N, C, V = 300, 64, 5000
+    cases = [Case(dtype, FP32, N, C, V, seed=seed, bias=False) for seed in range(3)]
+    memory = cases[0].budgets(version, ("dX", "dW"))[1] if version in BOUNDED else 0
+    with cases[0].plan(version, memory, ("dX", "dW")) as plan:
+        dX, dW, losses = Array(N * C, dtype.bits), Array(V * C, np.uint32), Array(N, np.float32)
+        X, W = Array(N * C, dtype.bits), Array(V * C, dtype.bits)
+        targets = Array(N, np.int32)
+        workspace = Array(bookends.library().bk_lm_head_workspace_bytes(plan), np.uint8)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            code, _ = bookends.lm_head_run(plan, dX, dW, None, losses, None, X, W, None, targets, None, None, workspace,
+                                           torch.cuda.current_stream().cuda_stream)
+        assert code == OK
+        for case in cases:
+            for array, values in ((X, case.bits["X"]), (W, case.bits["W"]), (targets, case.targets),
+                                  (dW, np.zeros(V * C, np.uint32))):
+                array.put(values)
+            torch.cuda.synchronize()
+            graph.replay()
+            exact, slack = case.reference.exact, case.reference.slack
+            assert not outside(losses.get().astype(np.float64), exact["losses"], slack["losses"], FP32).any()
+            for name, array, kind, shape in (("dX", dX, dtype, (N, C)), ("dW", dW, FP32, (V, C))):
+                got = from_bits(array.get().reshape(shape), kind)
+                assert not outside(got, exact[name], slack[name], kind).any(), name
+
+
 @needs_cuda
 def test_more_than_2_31_logits():
     """Offsets past 2^31: all logits at once, of which a few rows are looked at."""
     N, C, V = 33000, 8, 70000
     or_skip(N * V * 2 + (N + V) * C * 16)
-    case = Case.__new__(Case)
     rng = np.random.default_rng(1)
     X, W = to_bits(rng.standard_normal((N, C)), BF16), to_bits(rng.standard_normal((V, C)), BF16)
     targets = rng.integers(0, V, N).astype(np.int32)
