@@ -257,7 +257,7 @@ def test_budgets(dtype, grad, version):
     """From the least, where a block is a row or a tile a few columns, to all at once; the last pieces are ragged."""
     case = Case(dtype, grad, 150, 24, 301, dlosses=True)
     used = []
-    for memory in case.budgets(version, count=7):
+    for memory in case.budgets(version, count=5):
         case.check(version, memory)
         with case.plan(version, memory) as plan:
             used.append(bookends.library().bk_lm_head_workspace_bytes(plan))
@@ -269,7 +269,7 @@ def test_budgets(dtype, grad, version):
 def test_chunked_equals_unchunked_to_rounding(dtype, version):
     case = Case(dtype, FP32, 150, 24, 301)
     whole = case.run(2)
-    for memory in case.budgets(version, count=5):
+    for memory in case.budgets(version):
         got = case.run(version, memory)
         for name in ("losses", "lse", "dW"):
             a, b = (from_bits(values[name].view(np.uint32), FP32) for values in (got, whole))
@@ -488,8 +488,8 @@ def test_hidden_states_that_are_no_numbers(dtype, version):
 @every_grad
 def test_two_runs_give_the_same_bits(dtype, grad, version):
     """Of one plan, whatever its workspace holds; and of two plans that were not tuned."""
-    case = Case(dtype, grad, 140, 24, 301, label_smoothing=0.1)
-    for memory in case.budgets(version)[:3] if version in BOUNDED else [0]:
+    case = Case(dtype, grad, 140, 24, 203, label_smoothing=0.1)
+    for memory in case.budgets(version)[:2] if version in BOUNDED else [0]:
         first = case.run(version, memory, fill=NAN_FILL)
         second = case.run(version, memory, fill=VALUE_FILL)
         for name, bits in first.items():
@@ -746,7 +746,7 @@ def test_json(gradients, products):
 
 
 def test_sweep_memory():
-    result = head("all", "-b", 2, "-t", 100, "-c", 8, "-v", 700, "--sweep", "memory", "--repeat", 1, "--json", "-")
+    result = head("all", "-b", 2, "-t", 90, "-c", 8, "-v", 400, "--sweep", "memory", "--repeat", 1, "--json", "-")
     assert result.returncode == 0, result
     records = [json.loads(line) for line in result.stdout.splitlines()]
     budgets = ["memory %d%%" % share for share in (100, 50, 25, 10, 5, 2, 1)]
