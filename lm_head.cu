@@ -1589,7 +1589,9 @@ void lm_head_race(Harness &h) {
                const LmHead &plan = *(*plans)[h.running][point];
                LmHeadArguments<floatX, gradX> here = place(plan);
                here.dlosses = h.checking ? check_dlosses : nullptr;
-               if (!use_graph) return launch(plan, here, stream);
+               cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;  // by the harness, for the hot time
+               if (use_graph) cudaCheck(cudaStreamIsCapturing(stream, &capturing));
+               if (!use_graph || capturing != cudaStreamCaptureStatusNone) return launch(plan, here, stream);
                const Key key = {&plan, h.checking};
                for (const auto &known : *graphs) {
                    if (known.first == key) return cudaGraphLaunch(known.second, stream);
