@@ -1,7 +1,7 @@
 # Bookends: `make` builds, `make run` races, `make test` proves; `make help` lists the rest.
 # Nothing to configure: with nvcc and a GPU it builds for that GPU, otherwise for the CPU with the C++ compiler alone.
 
-KERNELS := encoder_forward encoder_backward classifier_fused
+KERNELS := encoder_forward encoder_backward classifier_fused lm_head
 PROGRAMS := $(basename $(notdir $(wildcard dev/test/*.cu)))
 HEADERS := $(wildcard *.h dev/*.h dev/lib/*.h)
 
@@ -39,6 +39,14 @@ else
   RUNTIME := $(BUILD)/device.o
 endif
 LIBS := -ldl
+
+# What multiplies matrices needs cuBLASLt; the CPU device has its own.
+PRODUCTS := $(BUILD)/lm_head $(BUILD)/libbookends.so
+ifeq ($(DEVICE),cuda)
+  $(PRODUCTS): LIBS += -lcublasLt
+else
+  $(PRODUCTS) $(BUILD)/libbookends.a: $(BUILD)/cublasLt.o
+endif
 
 # Python for the tests: the one at hand if it has what they need, else a virtual environment made here.
 PYTHON ?= python3
@@ -84,7 +92,7 @@ K ?= $(firstword $(KERNELS))
 on_gpu = $(if $(filter cuda,$(DEVICE)),$(1),@echo "make $@: needs DEVICE=cuda" >&2; exit 1)
 
 profile: $(BUILD)/$(K) ## K=encoder_forward V=3: what Nsight Compute says of its kernels (needs ncu)
-	$(call on_gpu,ncu --set full --kernel-id ::regex:^$(K)_:1 --clock-control none $< $(V) --bench --repeat 1 --block-size 256)
+	$(call on_gpu,ncu --set full --kernel-id ::regex:^$(K)_:1 --clock-control none $< $(V) --bench --repeat 1 $(if $(filter lm_head,$(K)),,--block-size 256))
 
 sass: $(BUILD)/$(K) ## K=encoder_forward: the machine code of its kernels (needs cuobjdump)
 	$(call on_gpu,cuobjdump --dump-sass $<)
@@ -104,7 +112,7 @@ $(BUILD)/commit.cc: FORCE
 $(BUILD)/commit.o: $(BUILD)/commit.cc $(BUILD)/flags
 	$(COMPILE) -c $< -o $@
 
-$(BUILD)/device.o: dev/cpu/device.cc $(BUILD)/flags
+$(BUILD)/device.o $(BUILD)/cublasLt.o: $(BUILD)/%.o: dev/cpu/%.cc $(BUILD)/flags
 	$(COMPILE) -MMD -MP -c $< -o $@
 
 # By way of another name, since a file may be asked for as dir/../file too, at the same time.

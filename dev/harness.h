@@ -69,6 +69,7 @@ struct FloatFormat<int> {  // of whole numbers as an output: 0 and 1
 struct Expected {
     std::vector<double> value, slack;
     bool either_neighbour = false;  // rounding may go down or up, not only to the nearest: both are 0 ulps off
+    bool unknown = false;           // the reference would take too long for this row: it is not compared
 };
 
 // The distance between x and its neighbours in type T; at 0, that of the smallest numbers.
@@ -187,10 +188,31 @@ struct Number {
     double value = 0;
 };
 
-// Milliseconds: cold is with the L2 flushed before each run, hot is back to back inside a graph.
+// The same, with any text, which the race looks at.
+struct Text {
+    const char *option, *normally, *help;
+    std::string value = "";
+};
+
+// Milliseconds: cold is with the L2 flushed before each run, hot is back to back inside a graph; baseline is the
+// median of what was run in turns with it, cold too.
 struct Times {
-    double min = 0, median = 0, p90 = 0, hot = 0;
+    double min = 0, median = 0, p90 = 0, hot = 0, baseline = 0;
     int runs = 0;
+};
+
+// What others need for the heart of the job, timed in turns with each version: the clocks drift. The name is for the
+// reports, where the ratio to it stands in place of the bandwidth.
+struct Baseline {
+    const char *name = nullptr;  // none
+    std::function<cudaError_t(cudaStream_t)> launch;
+};
+
+// A number to report beside the times: its key in JSON, and the words for it in a line (empty: none).
+struct Figure {
+    std::string key;
+    double value;
+    std::string words;
 };
 
 struct CheckResult {
@@ -229,6 +251,8 @@ struct Harness {
     std::vector<Dim> dims;
     std::vector<Choice> choices;
     std::vector<Number> numbers;
+    std::vector<Text> texts;
+    bool block_sizes = true;  // whether versions are run at several; else the race names the points
 
     // the command line
     int version = -1;  // -1: all
@@ -242,15 +266,26 @@ struct Harness {
     double bytes = 0, flops = 0;                   // the fewest that the job must move and do
     std::function<std::string(int version)> skip;  // may say why a version can't run; empty: it can
     std::function<void()> prepare_references;      // makes what they share, once all that can be refused has been
+    std::function<void(int version, cudaStream_t)> before;  // is called before a version's first launch
+    std::vector<std::string> points;  // without block sizes: a version is run at each; launches get which
+    std::function<std::vector<Figure>(int version, int point)> figures;
+    Baseline baseline;
 
     // for the references, which may depend on it: the version that is being checked; 0 where the reference runs alone
     int running = 0;
+    bool checking = false;  // for the launch: this one will be checked, not timed
 
     Harness(const char *name, const char *title, std::vector<Dim> dims, std::vector<Choice> choices = {},
-            std::vector<Number> numbers = {})
-        : name(name), title(title), dims(std::move(dims)), choices(std::move(choices)), numbers(std::move(numbers)) {
+            std::vector<Number> numbers = {}, std::vector<Text> texts = {})
+        : name(name),
+          title(title),
+          dims(std::move(dims)),
+          choices(std::move(choices)),
+          numbers(std::move(numbers)),
+          texts(std::move(texts)) {
         for (Dim &d : this->dims) d.value = default_of(d);
         for (Number &n : this->numbers) n.value = n.normally;
+        for (Text &t : this->texts) t.value = t.normally;
     }
     Harness(const Harness &) = delete;
     ~Harness() { release(); }
@@ -294,6 +329,7 @@ struct Harness {
     }
     bool flag(const char *option) const { return find(choices, option).chosen != 0; }
     double number(const char *option) const { return find(numbers, option).value; }
+    std::string text(const char *option) const { return find(texts, option).value; }
 
     // ---- what the race asks for ----
 
@@ -363,6 +399,15 @@ struct Harness {
         written.push_back(allocate_written("workspace", (double)bytes));
         written.back().fresh = true;
         return written.back().data;
+    }
+
+    // work(from, to) over pieces of 0..count-1, a piece a core: for references.
+    template <typename Work>
+    static void in_pieces(size_t count, Work work) {
+        in_parallel(count, [&](size_t from, size_t to) {
+            work(from, to);
+            return CheckResult();
+        });
     }
 
     // Checks and times the chosen versions. launch(launcher, block_size, stream) makes one call.
@@ -518,6 +563,7 @@ struct Harness {
             auto is_it = [&](const auto &o) { return option == o.option; };
             auto own = std::find_if(choices.begin(), choices.end(), is_it);
             auto number = std::find_if(numbers.begin(), numbers.end(), is_it);
+            auto text = std::find_if(texts.begin(), texts.end(), is_it);
             if (dim != dims.end()) {
                 dim->value = (int)parse_integer(option.c_str(), argument(), 1, INT32_MAX);
             } else if (own != choices.end()) {
@@ -528,6 +574,8 @@ struct Harness {
                 }
             } else if (number != numbers.end()) {
                 number->value = parse_number(*number, argument());
+            } else if (text != texts.end()) {
+                text->value = argument();
             } else if (option == "--dtype") {
                 dtype = argument();
                 if (dtype != "fp32" && dtype != "fp16" && dtype != "bf16") {
@@ -535,7 +583,7 @@ struct Harness {
                 }
             } else if (option == "--tokens") {
                 token_source = argument();
-            } else if (option == "--block-size") {
+            } else if (option == "--block-size" && block_sizes) {
                 block_size = (int)parse_integer("--block-size", argument(), 32, 1024);
                 if (block_size % WARP_SIZE != 0) {
                     refuse(EXIT_BAD_INPUT, "--block-size: '%d' is not a multiple of 32 from 32 to 1024", block_size);
@@ -622,6 +670,9 @@ struct Harness {
             printf("  %-25s %s; default %g\n", (n.option + std::string(n.whole ? " INT" : " NUMBER")).c_str(), n.help,
                    n.normally);
         }
+        for (const Text &t : texts) {
+            printf("  %-25s %s; default %s\n", (t.option + std::string(" TEXT")).c_str(), t.help, t.normally);
+        }
         printf(
             "  --tokens SOURCE           uniform, zipf (exponent 1.1, shuffled), one (all the same), sorted (uniform, "
             "then\n");
@@ -629,9 +680,11 @@ struct Harness {
             "                            ascending), padded (90%% one id, the others zipf), or a token file of "
             "llm.c's\n");
         printf("                            (its first B*T ids; as targets, the id after each); default uniform\n");
-        printf(
-            "  --block-size INT          threads a block, a multiple of 32 up to 1024; default: 32, 64, 128, 256, 512, "
-            "1024\n                            and the one that the library takes\n");
+        if (block_sizes) {
+            printf(
+                "  --block-size INT          threads a block, a multiple of 32 up to 1024; default: 32, 64, 128, 256, "
+                "512, 1024\n                            and the one that the library takes\n");
+        }
         printf("  --check | --bench         only check, or only time\n");
         printf("  --repeat INT              cold runs a measurement; default: until the median settles, 5 at least\n");
         printf("  --seed INT                of the inputs; default 42\n");
@@ -845,7 +898,7 @@ struct Harness {
     static void expect(Expected &row, long long cols, const Reference &reference, long long r) {
         row.value.resize(cols);
         row.slack.assign(cols, 0.0);
-        row.either_neighbour = false;
+        row.either_neighbour = row.unknown = false;
         reference(row, r);
     }
 
@@ -891,6 +944,9 @@ struct Harness {
         Expected row;
         for (size_t r = 0; r < count; r++) {
             expect(row, cols, reference, rows[r]);
+            result.sampled = result.sampled || row.unknown;
+            if (row.unknown) continue;
+            result.elements += cols;
             for (long long c = 0; c < cols; c++) {
                 const floatX element = got[r * cols + c];
                 const double error = ulps_off(element, row.value[c], row.slack[c], row.either_neighbour);
@@ -904,7 +960,6 @@ struct Harness {
                 }
             }
         }
-        result.elements = (long long)count * cols;
         return result;
     }
 
@@ -1084,6 +1139,18 @@ struct Harness {
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     }
 
+    // The same, cold, a run of the baseline behind each; what that takes is added to `others`.
+    template <typename Enqueue>
+    std::vector<double> time_in_turns(int runs, std::vector<double> &others, Enqueue enqueue) {
+        if (!baseline.name) return time_runs(runs, true, enqueue);
+        std::vector<double> milliseconds;
+        for (int i = 0; i < runs; i++) {
+            milliseconds.push_back(time_runs(1, true, enqueue)[0]);
+            others.push_back(time_runs(1, true, [&] { return baseline.launch(stream); })[0]);
+        }
+        return milliseconds;
+    }
+
     // Cold: batches until the median stands still (within 0.5% of the batch before, 20 runs at least) or the time is
     // up. Hot: a graph of launches, replayed. Both after a warm-up long enough for the clocks to rise. A kernel that
     // takes over 20 ms is run a few times only.
@@ -1095,10 +1162,10 @@ struct Harness {
         while (seconds_now() - start < warm_seconds) time_runs(once > 5 ? 1 : 10, true, enqueue);
         const bool slow = once > 20;
         const int batch = repeat > 0 ? repeat : ON_CPU ? 5 : slow ? 3 : 10;
-        std::vector<double> all;
+        std::vector<double> all, others;
         start = seconds_now();
         for (double settled = -1;;) {
-            const std::vector<double> some = time_runs(batch, true, enqueue);
+            const std::vector<double> some = time_in_turns(batch, others, enqueue);
             all.insert(all.end(), some.begin(), some.end());
             const double median = quantile(all, 0.5);
             const bool enough = all.size() >= (slow ? 6 : 20);
@@ -1112,6 +1179,7 @@ struct Harness {
         times.median = quantile(all, 0.5);
         times.p90 = quantile(all, 0.9);
         times.hot = time_hot(enqueue, times.median);
+        if (!others.empty()) times.baseline = quantile(others, 0.5);
         return times;
     }
 
@@ -1157,7 +1225,12 @@ struct Harness {
         }
         std::set<int> all_sizes = {32, 64, 128, 256, 512, 1024, row.block_size};
         if (block_size > 0) all_sizes = {block_size};
-        const std::vector<int> sizes(all_sizes.begin(), all_sizes.end());
+        std::vector<int> sizes(all_sizes.begin(), all_sizes.end());
+        if (!block_sizes) {
+            sizes.resize(points.size());
+            for (size_t i = 0; i < sizes.size(); i++) sizes[i] = (int)i;
+        }
+        if (before) before(row.number, stream);
         right = do_check ? check_version(sizes, row.reproducible, launch) : try_launches(sizes, launch);
         if (!right) exit_status = EXIT_WRONG;
         if (!right || !do_bench) return write_json(record);
@@ -1171,9 +1244,17 @@ struct Harness {
         Record &best = *std::min_element(records.begin(), records.end(), faster);
         best.best = true;
         for (const Record &r : records) {
-            fprintf(report, "block_size %4d | time %.4f ms | bandwidth %.2f GB/s", r.block_size, r.times.median,
-                    gbps(r.times.median));
-            if (copy_gbps > 0) fprintf(report, " | %5.1f%% of copy", pct_of_copy(r.times.median));
+            fprintf(report, "%s | time %.4f ms", place(r.block_size).c_str(), r.times.median);
+            if (baseline.name) {
+                fprintf(report, " | %.1f TFLOP/s | %.3fx the %s", tflops(r.times.median), ratio(r.times),
+                        baseline.name);
+            } else {
+                fprintf(report, " | bandwidth %.2f GB/s", gbps(r.times.median));
+                if (copy_gbps > 0) fprintf(report, " | %5.1f%% of copy", pct_of_copy(r.times.median));
+            }
+            for (const Figure &f : figures_of(r)) {
+                if (!f.words.empty()) fprintf(report, " | %s", f.words.c_str());
+            }
             fprintf(report, "%s\n", r.best ? "  <- best" : "");
             write_json(r);
         }
@@ -1189,10 +1270,10 @@ struct Harness {
         auto check = [&](int size, const std::string &before) {
             all = check_once(launch, size, before);
             max_error = std::max(max_error, all.max_error);
-            if (!all.ok) fprintf(report, "check: block_size %d: %s: WRONG\n", size, all.message.c_str());
+            if (!all.ok) fprintf(report, "check: %s: %s: WRONG\n", place(size, false).c_str(), all.message.c_str());
             return all.ok;
         };
-        const std::string first = format("at block_size %d", sizes[0]);
+        const std::string first = "at " + place(sizes[0], false);
         for (size_t i = 0; i < sizes.size(); i++) {
             const bool again = reproducible == SAME_BITS && i > 0;
             const bool twice = reproducible == SAME_AT_A_BLOCK_SIZE || (reproducible == SAME_BITS && i == 0);
@@ -1200,6 +1281,7 @@ struct Harness {
             if (twice && !check(sizes[i], "the launch before")) return false;
         }
         const char *promised[] = {", the same bits each time", ", the same bits each time at a block size", ""};
+        if (!block_sizes) promised[SAME_AT_A_BLOCK_SIZE] = promised[SAME_BITS];
         fprintf(report, "check: max error %.1f (allowed %s%s) over %lld elements%s%s: ok\n", max_error,
                 tolerances().c_str(), all.slack ? " beyond what float sums may be off" : "", all.elements,
                 all.sampled ? " of sampled rows" : "", promised[reproducible]);
@@ -1222,7 +1304,7 @@ struct Harness {
         for (int size : sizes) {
             const cudaError_t error = launch_and_wait(launch, size);
             if (error == cudaSuccess) continue;
-            fprintf(report, "block_size %d: launch failed: %s: WRONG\n", size, cudaGetErrorString(error));
+            fprintf(report, "%s: launch failed: %s: WRONG\n", place(size, false).c_str(), cudaGetErrorString(error));
             return false;
         }
         return true;
@@ -1231,7 +1313,9 @@ struct Harness {
     template <typename LaunchOne>
     cudaError_t launch_and_wait(LaunchOne launch, int block) {
         prepare();
+        checking = do_check;
         const cudaError_t error = launch(block, stream);
+        checking = false;
         return error == cudaSuccess ? cudaStreamSynchronize(stream) : error;
     }
 
@@ -1254,6 +1338,19 @@ struct Harness {
     // 0 where there is none.
     double gbps(double milliseconds) const { return milliseconds > 0 ? bytes / milliseconds * 1e-6 : 0; }
     double pct_of_copy(double milliseconds) const { return copy_gbps > 0 ? 100 * gbps(milliseconds) / copy_gbps : 0; }
+    double tflops(double milliseconds) const { return milliseconds > 0 ? flops / milliseconds * 1e-9 : 0; }
+    static double ratio(const Times &times) { return times.baseline > 0 ? times.median / times.baseline : 0; }
+
+    // What a version is run at: a block size, or one of the points.
+    std::string place(int size, bool in_column = true) const {
+        if (block_sizes) return format(in_column ? "block_size %4d" : "block_size %d", size);
+        size_t width = 0;
+        for (const std::string &point : points) width = std::max(width, point.size());
+        return format("%-*s", in_column ? (int)width : 0, points[size].c_str());
+    }
+    std::vector<Figure> figures_of(const Record &r) const {
+        return figures ? figures(r.version, r.block_size) : std::vector<Figure>();
+    }
 
     void print_device() {
         if (ON_CPU) {
@@ -1279,27 +1376,38 @@ struct Harness {
         for (const Number &n : numbers) {
             if (n.value != n.normally) fprintf(report, " %s=%s", key_of(n.option).c_str(), text_of(n).c_str());
         }
+        for (const Text &t : texts) {
+            if (t.value != t.normally) fprintf(report, " %s=%s", key_of(t.option).c_str(), t.value.c_str());
+        }
         fprintf(report, "\n");
         fflush(report);
     }
 
     void print_summary() {
-        fprintf(report, "\n%-8s %-16s %10s %12s %14s", "version", "name", "block_size", "time (ms)", "GB/s");
-        fprintf(report, copy_gbps > 0 ? " %10s\n" : "\n", "% of copy");
+        const bool bandwidth = !baseline.name;
+        int width = 10;
+        for (const std::string &point : points) width = std::max(width, (int)point.size());
+        fprintf(report, "\n%-8s %-16s %*s %12s %14s", "version", "name", width, block_sizes ? "block_size" : "at",
+                "time (ms)", bandwidth ? "GB/s" : "TFLOP/s");
+        if (!bandwidth) fprintf(report, "  x the %s", baseline.name);
+        fprintf(report, bandwidth && copy_gbps > 0 ? " %10s\n" : "\n", "% of copy");
         for (const Record &r : summary) {
             fprintf(report, "%-8d %-16s ", r.version, r.name);
             if (!r.skipped.empty()) {
-                fprintf(report, "%10s\n", "skipped");
+                fprintf(report, "%*s\n", width, "skipped");
                 continue;
             }
-            fprintf(report, "%10d %12.4f %14.2f", r.block_size, r.times.median, gbps(r.times.median));
-            if (copy_gbps > 0) fprintf(report, " %9.1f%%", pct_of_copy(r.times.median));
+            const std::string at = block_sizes ? std::to_string(r.block_size) : place(r.block_size, false);
+            const double rate = bandwidth ? gbps(r.times.median) : tflops(r.times.median);
+            fprintf(report, "%*s %12.4f %14.2f", width, at.c_str(), r.times.median, rate);
+            if (!bandwidth) fprintf(report, " %*.3f", 7 + (int)strlen(baseline.name), ratio(r.times));
+            if (bandwidth && copy_gbps > 0) fprintf(report, " %9.1f%%", pct_of_copy(r.times.median));
             fprintf(report, "\n");
         }
         if (ON_CPU) fprintf(report, "(times on the CPU device, which say nothing about a GPU)\n");
     }
 
-    // One object a line, always with the same keys. What was not measured is null; block_size 0 is all of them.
+    // One object a line, always with the same keys. What was not measured is null; block_size 0: all or none.
     void write_json(const Record &r) {
         if (json_path.empty()) return;
         std::string line = format(
@@ -1318,7 +1426,11 @@ struct Harness {
             line += format(", \"%s\": %s", key_of(c.option).c_str(), value.c_str());
         }
         for (const Number &n : numbers) line += format(", \"%s\": %s", key_of(n.option).c_str(), text_of(n).c_str());
-        line += format(", \"block_size\": %d", r.block_size);
+        for (const Text &t : texts) line += format(", \"%s\": %s", key_of(t.option).c_str(), quoted(t.value).c_str());
+        line += format(", \"block_size\": %d", block_sizes ? r.block_size : 0);
+        const bool one_point = r.times.runs > 0 || points.size() == 1;  // else the record is about all of them
+        if (!block_sizes)
+            line += format(", \"at\": %s", one_point ? quoted(place(r.block_size, false)).c_str() : "null");
         line += format(
             ", \"best\": %s, \"runs\": %d, \"time_ms_min\": %s, \"time_ms_median\": %s, \"time_ms_p90\": %s, "
             "\"time_ms_hot\": %s",
@@ -1329,7 +1441,13 @@ struct Harness {
                        positive_or_null(gbps(r.times.median)).c_str(), positive_or_null(copy_gbps).c_str(),
                        positive_or_null(pct_of_copy(r.times.median)).c_str());
         line += format(", \"flops\": %.0f, \"tflops\": %s", flops,
-                       positive_or_null(r.times.runs > 0 ? flops / r.times.median * 1e-9 : 0).c_str());
+                       positive_or_null(r.times.runs > 0 ? tflops(r.times.median) : 0).c_str());
+        if (baseline.name) {
+            line += format(", \"%s_ms\": %s, \"ratio_to_%s\": %s", baseline.name,
+                           positive_or_null(r.times.baseline).c_str(), baseline.name,
+                           positive_or_null(ratio(r.times)).c_str());
+        }
+        for (const Figure &f : figures_of(r)) line += format(", \"%s\": %.9g", f.key.c_str(), f.value);
         const bool ran = r.skipped.empty(), checked = ran && do_check;
         line += format(", \"skipped\": %s, \"checked\": %s, \"ok\": %s", ran ? "null" : quoted(r.skipped).c_str(),
                        checked ? "true" : "false",

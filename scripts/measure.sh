@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds for the GPU at hand, checks every version in every type, times the shapes that the README shows, and leaves what
 # was measured in DIR (default: dev/results/<the GPU's name>): KERNEL.jsonl, one JSON object a run, as soon as that kernel
-# is done, and run.txt, what one run prints. With SANITIZERS=1 the four tools of compute-sanitizer look at every version
+# is done; run.txt, what one run prints; and sweep.txt, what lm_head does with which memory. With SANITIZERS=1 the four tools of compute-sanitizer look at every version
 # and type first. KERNELS="encoder_backward" measures only that one.
 # usage: scripts/measure.sh [DIR]
 set -euo pipefail
@@ -56,6 +56,27 @@ classifier_fused --label-smoothing 0.1
 classifier_fused --z-loss 0.0001
 classifier_fused --accuracy
 classifier_fused --probs
+lm_head -v 50304
+lm_head -v 50304 --memory 10%
+lm_head -v 50304 --memory 2%
+lm_head -v 50257
+lm_head -c 2048 -v 128256
+lm_head -c 2048 -v 128256 --memory 10%
+lm_head -c 2048 -v 128256 --memory 2%
+lm_head -c 4096 -v 128256
+lm_head -c 4096 -v 128256 --memory 10%
+lm_head -c 4096 -v 128256 --memory 2%
+lm_head -c 2304 -v 256000
+lm_head -c 2304 -v 256000 --memory 10%
+lm_head -c 2304 -v 256000 --memory 5%
+lm_head -c 2304 -v 256000 --memory 2%
+lm_head -v 50304 --forward --memory 10%
+lm_head -v 50304 --forward --memory 5%
+lm_head -v 50304 --grad-dtype same
+lm_head -v 50304 --gradients dx --memory 10%
+lm_head -v 50304 --bias --memory 10%
+lm_head -b 4 -v 50304 --dtype fp32 --memory 10%
+lm_head -b 4 -v 50304 --dtype fp32 --tf32 --memory 10%
 '
 # What is checked first, in each type.
 checks='
@@ -69,6 +90,11 @@ classifier_fused -b 2 --logits peaked --lse
 classifier_fused -b 5 -t 33 -v 1003 -p 1003 --output other --probs --accuracy --label-smoothing 0.1
 classifier_fused -b 1 -t 64 -v 300001 --softcap 30 --z-loss 0.0001 --ignore-every 3
 classifier_fused -b 1 -t 100 -v 1 --output none --logit-scale -2 --lse --logits uniform
+lm_head
+lm_head -b 2 -v 32000 --bias --lse --memory 10% --label-smoothing 0.1 --z-loss 0.0001 --graph
+lm_head -b 3 -t 333 -c 129 -v 5003 --bias --memory 2% --softcap 30 --ignore-every 3
+lm_head -b 3 -t 333 -c 128 -v 5003 --memory 20% --grad-dtype same --logit-scale -1
+lm_head -b 2 -v 32000 --forward --lse --memory 5%
 '
 # What compute-sanitizer looks at: shapes that it is done with soon; in some, long sums are cut and long rows staged.
 sanitized='
@@ -80,6 +106,8 @@ classifier_fused -b 3 -t 17 -v 1003 -p 1005 --probs --accuracy --label-smoothing
 classifier_fused -b 1 -t 4 -v 40965 --label-smoothing 0.1 --output other
 classifier_fused -b 1 -t 4 -v 40965 --output none
 classifier_fused -b 1 -t 3 -v 53001
+lm_head -b 3 -t 17 -c 40 -v 1003 --bias --memory 0.1 --label-smoothing 0.1 --ignore-every 4
+lm_head -b 1 -t 5 -c 33 -v 1003 --memory 1 --grad-dtype same --softcap 30
 '
 each() {  # KERNEL LIST: its lines of that kernel, with a --dtype of each type
     for dtype in fp32 fp16 bf16; do sed -n "s/^$1 .*/& --dtype $dtype/p" <<< "$2"; done
@@ -89,7 +117,7 @@ quietly() {  # COMMAND...: prints what it says only if it fails, and ends the sh
 }
 export -f quietly
 mkdir -p "$dir"
-for kernel in ${KERNELS:-encoder_forward encoder_backward classifier_fused}; do
+for kernel in ${KERNELS:-encoder_forward encoder_backward classifier_fused lm_head}; do
     each $kernel "$checks" | while read -r _ options; do quietly ./$kernel all --check $options; done
     if [ -n "${SANITIZERS:-}" ]; then
         for tool in memcheck racecheck initcheck synccheck; do
@@ -103,6 +131,7 @@ for kernel in ${KERNELS:-encoder_forward encoder_backward classifier_fused}; do
         echo "$kernel $options"
         ./$kernel all --bench $options --json "$work/$kernel.jsonl" | sed -n '/^version/,$p'
     done
+    if [ $kernel = lm_head ]; then ./lm_head --bench --sweep memory > "$work/sweep.txt" && mv "$work/sweep.txt" "$dir"/; fi
     mv "$work/$kernel.jsonl" "$dir"/
 done
 ./encoder_forward > "$work/run.txt"

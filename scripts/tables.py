@@ -20,13 +20,17 @@ README = os.path.join(ROOT, "README.md")
 # Options that only some kernels have, and the values that go without saying.
 DEFAULTS = {"grad_dtype": "same", "overwrite": False, "rounding": "nearest",
             "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
-            "label_smoothing": 0, "z_loss": 0, "softcap": 0, "logit_scale": 1, "ignore_every": 0}
+            "label_smoothing": 0, "z_loss": 0, "softcap": 0, "logit_scale": 1, "ignore_every": 0,
+            "gradients": "both", "forward": False, "bias": False, "tf32": False, "memory": "25%", "sweep": "none",
+            "way": "auto", "overlap": "on", "graph": False, "spread": 2, "columns": 0, "parts": 0, "gemm_sms": 0,
+            "classifier": 0}
+LM_HEAD = {"grad_dtype": "fp32"}
 
 
 def shape(record):
     parts = [f"{key}{record[key]}" for key in "BTCVP" if record[key] is not None]
     parts += [record["dtype"], record["tokens"]]
-    for key, default in DEFAULTS.items():
+    for key, default in {**DEFAULTS, **(LM_HEAD if record["kernel"] == "lm_head" else {})}.items():
         value = record.get(key, default)
         if value != default:
             parts.append(key if value is True else f"{key}={value}")
@@ -47,9 +51,13 @@ def table(device, kernel):
     for name, row in best.items():
         cells = [cell(row[v]) if v in row else "" for v in versions]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    if kernel == "lm_head":
+        lines += ["", caption(records) + "median of cold runs, that as a multiple of the bare products (two for one "
+                  "gradient, one for the losses alone), timed in turns at the best algorithm found, and the scratch "
+                  "memory as a share of the logits."]
+        return "\n".join(lines)
     rates = [record["copy_gbps"] for row in best.values() for record in row.values() if record["copy_gbps"]]
-    commits = sorted({record["commit"] for record in records})
-    lines += ["", f"{records[0]['device']}, built from {', '.join(commits)}: median of cold runs at the best block size"]
+    lines += ["", caption(records) + "median of cold runs at the best block size"]
     if rates:
         lines[-1] += (", and the fewest bytes over that time as a share of the copy rate measured in the same process "
                       f"({min(rates):.0f} to {max(rates):.0f} GB/s)")
@@ -57,7 +65,15 @@ def table(device, kernel):
     return "\n".join(lines)
 
 
+def caption(records):
+    commits = sorted({record["commit"] for record in records})
+    return f"{records[0]['device']}, built from {', '.join(commits)}: "
+
+
 def cell(record):
+    ratio = record.get("ratio_to_gemms") or record.get("ratio_to_gemm")
+    if ratio:
+        return f"{record['time_ms_median']:.3f} ms, {ratio:.2f}x, {record['scratch_pct_of_logits']:.0f}%"
     share = "" if record["pct_of_copy"] is None else f", {record['pct_of_copy']:.1f}%"
     return f"{record['time_ms_median']:.4f} ms{share}"
 

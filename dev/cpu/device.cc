@@ -1338,6 +1338,16 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     return done(cudaSuccess);
 }
 
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) {
+    return cudaStreamCreateWithFlags(stream, flags); // one after the other in any case
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    if (least) *least = 0;
+    if (greatest) *greatest = 0;
+    return done(cudaSuccess);
+}
+
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     if (!stream) return done(cudaErrorInvalidResourceHandle);
     {

@@ -1,8 +1,8 @@
 // The C library over the kernel files: argument checks, and from a bk_dtype and a version number to a launcher.
 #define BOOKENDS_NO_MAIN
-#include "../../classifier_fused.cu"
 #include "../../encoder_backward.cu"
 #include "../../encoder_forward.cu"
+#include "../../lm_head.cu"  // and classifier_fused.cu with it
 
 #include "bookends.h"
 
@@ -26,6 +26,8 @@ extern "C" const char *bk_error_string(int error) {
             return "no such flag";
         case BK_ERROR_OPTIONS:
             return "an option is not finite or outside its range";
+        case BK_ERROR_MEMORY:
+            return "the budget for scratch memory is too small";
         default:
             return error > BK_ERROR_CUDA ? cudaGetErrorString((cudaError_t)(error - BK_ERROR_CUDA)) : "no such error";
     }
@@ -102,6 +104,12 @@ extern "C" int bk_encoder_backward(void *dwte, void *dwpe, const void *dout, con
     });
 }
 
+static ClassifierOptions options_of(const bk_classifier_options *options) {
+    if (!options) return {};
+    return {options->dloss,           options->logit_scale, options->softcap,
+            options->label_smoothing, options->z_loss,      options->ignore_index};
+}
+
 template <typename floatX>
 static int classifier_fused(void *dlogits, float *losses, float *lse, void *probs, int32_t *correct, const void *logits,
                             const int32_t *targets, const float *dlosses, int64_t *status, int N, int V, int P,
@@ -121,14 +129,119 @@ extern "C" int bk_classifier_fused(void *dlogits, float *losses, float *lse, voi
                                    int N, int V, int P, const bk_classifier_options *options, bk_dtype dtype,
                                    int version, bk_stream stream) {
     if (N < 0 || V < 0 || P < V) return BK_ERROR_SHAPE;
-    ClassifierOptions o;
-    if (options) {
-        o = {options->dloss,           options->logit_scale, options->softcap,
-             options->label_smoothing, options->z_loss,      options->ignore_index};
-    }
+    const ClassifierOptions o = options_of(options);
     if (!valid_options(o)) return BK_ERROR_OPTIONS;
     return with_type(dtype, [=](auto type) {
         return classifier_fused<decltype(type)>(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status,
                                                 N, V, P, o, version, stream);
     });
+}
+
+struct bk_lm_head {
+    LmHead plan;
+    bk_dtype dtype, grad_dtype;
+};
+
+extern "C" void bk_lm_head_destroy(bk_lm_head *plan) {
+    if (plan) lm_head_destroy(plan->plan);
+    delete plan;
+}
+
+static int lm_head_make(bk_lm_head *made, LmHeadProblem problem) {
+    const size_t logits = (size_t)problem.N * problem.V * lm_head_size(problem.type), memory = problem.memory;
+    if (memory == 0 && problem.version > 2 && problem.N > 0) {
+        int device = 0, l2 = 0;
+        cudaError_t error = cudaGetDevice(&device);
+        if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device);
+        if (error != cudaSuccess) return from_cuda(error);
+        problem.memory = std::max(logits / 4, lm_head_least_bytes(problem, l2, true));
+    }
+    const cudaError_t error = lm_head_create(made->plan, problem);
+    if (error == cudaErrorMemoryAllocation && made->plan.rows == 0) return BK_ERROR_MEMORY;
+    if (error == cudaSuccess && memory > 0 && made->plan.bytes > memory) return BK_ERROR_MEMORY;
+    return from_cuda(error);
+}
+
+extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int flags,
+                                 const bk_classifier_options *options, size_t memory, bk_dtype dtype,
+                                 bk_dtype grad_dtype, int version) {
+    if (!plan) return BK_ERROR_NULL;
+    *plan = nullptr;
+    if (N < 0 || C < 0 || V < 0 || lm_head_pad(V) > INT32_MAX) return BK_ERROR_SHAPE;
+    if (flags & ~31) return BK_ERROR_FLAGS;
+    if (dtype < BK_FP32 || dtype > BK_BF16 || (grad_dtype != dtype && grad_dtype != BK_FP32)) return BK_ERROR_DTYPE;
+    if (!find_version(lm_head_versions<float, float>, version)) return BK_ERROR_VERSION;
+    const cudaDataType_t types[] = {CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF};
+    LmHeadProblem problem;
+    problem.N = N;
+    problem.C = C;
+    problem.V = V;
+    problem.type = types[dtype];
+    problem.gradient_type = types[grad_dtype];
+    problem.dX = flags & BK_LM_HEAD_DX;
+    problem.dW = flags & BK_LM_HEAD_DW;
+    problem.dbias = flags & BK_LM_HEAD_DBIAS;
+    problem.bias = flags & BK_LM_HEAD_BIAS;
+    problem.tf32 = (flags & BK_LM_HEAD_TF32) && dtype == BK_FP32;
+    problem.options = options_of(options);
+    problem.memory = memory;
+    problem.version = find_version(lm_head_versions<float, float>, version)->number;
+    if (!valid_options(problem.options)) return BK_ERROR_OPTIONS;
+    cudaGetLastError();  // an error that an earlier call left behind is not this call's
+    bk_lm_head *const made = new (std::nothrow) bk_lm_head{{}, dtype, grad_dtype};
+    if (!made) return from_cuda(cudaErrorMemoryAllocation);
+    int error;
+    try {
+        error = lm_head_make(made, problem);
+    } catch (const std::bad_alloc &) {
+        error = from_cuda(cudaErrorMemoryAllocation);
+    }
+    if (error == BK_OK) {
+        *plan = made;
+    } else {
+        bk_lm_head_destroy(made);
+    }
+    return error;
+}
+
+extern "C" size_t bk_lm_head_workspace_bytes(const bk_lm_head *plan) { return plan ? plan->plan.bytes : 0; }
+
+// run(plan's pointers in their types), or BK_ERROR_NULL.
+template <typename Run>
+static int with_plan(const bk_lm_head *plan, const LmHeadArguments<void, void> &a, Run run) {
+    if (!plan) return BK_ERROR_NULL;
+    const LmHeadProblem &p = plan->plan.problem;
+    if (p.N == 0) return BK_OK;
+    if ((a.dX != nullptr) != p.dX || (a.dW != nullptr) != p.dW || (a.bias != nullptr) != p.bias) return BK_ERROR_NULL;
+    if ((!a.X && p.C > 0) || (!a.W && p.C > 0 && p.V > 0) || !a.workspace) return BK_ERROR_NULL;
+    cudaGetLastError();  // an error that an earlier call left behind is not this launch's
+    return with_type(plan->dtype, [&](auto type) {
+        typedef decltype(type) floatX;
+        auto with = [&](auto grad) {
+            typedef decltype(grad) gradX;
+            const LmHeadArguments<floatX, gradX> args = {
+                (floatX *)a.dX,      (gradX *)a.dW,          (gradX *)a.dbias, a.losses,  a.lse,    (const floatX *)a.X,
+                (const floatX *)a.W, (const floatX *)a.bias, a.targets,        a.dlosses, a.status, a.workspace};
+            return from_cuda(run(args));
+        };
+        return plan->grad_dtype == plan->dtype ? with(floatX()) : with(float());
+    });
+}
+
+extern "C" int bk_lm_head_tune(bk_lm_head *plan, void *dX, void *dW, const void *X, const void *W, const void *bias,
+                               void *workspace, bk_stream stream) {
+    const LmHeadArguments<void, void> given = {dX, dW,   nullptr, nullptr, nullptr, X,
+                                               W,  bias, nullptr, nullptr, nullptr, (char *)workspace};
+    return with_plan(plan, given, [=](const auto &args) { return lm_head_tune(plan->plan, args, stream); });
+}
+
+extern "C" int bk_lm_head_run(const bk_lm_head *plan, void *dX, void *dW, void *dbias, float *losses, float *lse,
+                              const void *X, const void *W, const void *bias, const int32_t *targets,
+                              const float *dlosses, int64_t *status, void *workspace, bk_stream stream) {
+    const LmHeadArguments<void, void> given = {
+        dX, dW, dbias, losses, lse, X, W, bias, targets, dlosses, (status_word *)status, (char *)workspace};
+    if (plan && plan->plan.problem.N > 0 && ((dbias != nullptr) != plan->plan.problem.dbias || !targets)) {
+        return BK_ERROR_NULL;
+    }
+    return with_plan(plan, given, [=](const auto &args) { return lm_head(plan->plan, args, stream); });
 }

@@ -2,8 +2,9 @@
  *
  * Every function works on device memory (on the CPU device: any memory), launches on `stream` (a cudaStream_t; null is
  * the default stream) and returns at once: nothing is allocated, printed or synchronised, so that a call may be
- * captured in a CUDA graph. It returns BK_OK or an error that bk_error_string() puts into words; a refused call
- * launches nothing. Tensors are row-major and need only the alignment of their elements; offsets are 64-bit throughout.
+ * captured in a CUDA graph (what makes, tunes and destroys the LM head's plans says what it does). It returns BK_OK or
+ * an error that bk_error_string() puts into words; a refused call launches nothing. Tensors are row-major and need only
+ * the alignment of their elements; offsets are 64-bit throughout.
  * On the CPU device the results are there when the call returns.
  */
 #ifndef BOOKENDS_H
@@ -30,6 +31,7 @@ enum {
     BK_ERROR_UNSUPPORTED = 5, /* that version cannot do what was asked */
     BK_ERROR_FLAGS = 6,   /* no such flag */
     BK_ERROR_OPTIONS = 7, /* an option that is not finite, or outside its range */
+    BK_ERROR_MEMORY = 8,  /* a budget for scratch memory that is too small */
     BK_ERROR_CUDA = 1000  /* 1000 + the cudaError_t that the launch returned */
 };
 
@@ -133,6 +135,81 @@ typedef struct {
 int bk_classifier_fused(void *dlogits, float *losses, float *lse, void *probs, int32_t *correct, const void *logits,
                         const int32_t *targets, const float *dlosses, int64_t *status, int N, int V, int P,
                         const bk_classifier_options *options, bk_dtype dtype, int version, bk_stream stream);
+
+/* The LM head: from hidden states X and weights W to losses and every gradient, without holding the logits x whole:
+ *   x = X W^T (+ bias), rounded to dtype      losses, lse and dlogits of x as above      dlogits is rounded to dtype
+ *   dX = dlogits W      dW += dlogits^T X      dbias += the sum of dlogits over the rows
+ * It is done by a plan, made once for a shape, and run as often as one likes, by one thread at a time. */
+typedef struct bk_lm_head bk_lm_head;
+
+/* What a plan is for: gradients that are wanted (none: forward only), and what there is beside X and W. */
+enum {
+    BK_LM_HEAD_DX = 1,
+    BK_LM_HEAD_DW = 2,
+    BK_LM_HEAD_DBIAS = 4,
+    BK_LM_HEAD_BIAS = 8, /* the logits have a bias */
+    BK_LM_HEAD_TF32 = 16 /* the products of BK_FP32 round their inputs to TF32; of no effect on other types */
+};
+
+/* Makes a plan: it asks cuBLASLt for algorithms, and takes host memory, what cuBLASLt takes for a handle, and a stream,
+ * so this is no call for a CUDA graph.
+ *
+ *   plan        gets it; null in case of an error
+ *   N, C, V     rows, channels and vocabulary: sizes of 0 are allowed
+ *   flags       of those above
+ *   options     of the classifier; null: the defaults
+ *   memory      bytes of workspace at most; 0: a quarter of the logits (N * V of dtype), or more where that is too
+ *               little for the version to make sense. Too few for the version: BK_ERROR_MEMORY. Versions 1 and 2 hold
+ *               all logits; gradients of 16 bits need more than those of 32 where the rows are cut into blocks
+ *   grad_dtype  of dW and dbias: dtype, or BK_FP32
+ *   version     0 is the last, the best known; 1.. are those that `lm_head --list` shows
+ *
+ * Errors: BK_ERROR_SHAPE, BK_ERROR_DTYPE, BK_ERROR_FLAGS, BK_ERROR_OPTIONS, BK_ERROR_VERSION, BK_ERROR_MEMORY, or
+ * BK_ERROR_CUDA and more if the device or cuBLASLt refuses. */
+int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int flags, const bk_classifier_options *options,
+                      size_t memory, bk_dtype dtype, bk_dtype grad_dtype, int version);
+
+/* Null is none. No call of it may be under way; a CUDA graph that holds one may outlive it. */
+void bk_lm_head_destroy(bk_lm_head *plan);
+
+/* Bytes of workspace that the plan's runs need, at any alignment; within `memory`. */
+size_t bk_lm_head_workspace_bytes(const bk_lm_head *plan);
+
+/* Tries the algorithms that cuBLASLt proposes for the plan's products, on memory that is aligned as that of the runs
+ * will be, and remembers the fastest; without it, a plan takes what cuBLASLt proposes first. The one function that waits
+ * for the stream. dX, dW and the workspace hold anything afterwards: its place is before the first run. Pointers as for
+ * bk_lm_head_run. */
+int bk_lm_head_tune(bk_lm_head *plan, void *dX, void *dW, const void *X, const void *W, const void *bias,
+                    void *workspace, bk_stream stream);
+
+/* Runs the plan.
+ *
+ *   dX         (N, C) of dtype
+ *   dW         (V, C) of grad_dtype, to which is added; may be the embedding's gradient, to which bk_encoder_backward
+ *              adds its part (tied weights)
+ *   dbias      (V) of grad_dtype, to which is added
+ *   losses     (N) float; null: not wanted
+ *   lse        (N) float; null: not wanted
+ *   X          (N, C) of dtype
+ *   W          (V, C) of dtype; may be the embedding's table
+ *   bias       (V) of dtype
+ *   targets    (N), in 0..V-1, or options->ignore_index
+ *   dlosses    (N) float, factors of the rows' gradients beside options->dloss; null: 1
+ *   status     may be null; else as for bk_classifier_fused
+ *   workspace  device memory of bk_lm_head_workspace_bytes(), aligned in any way; what it holds does not matter, before
+ *              or after
+ *
+ * Of dX, dW, dbias and bias those that the plan has must be there and the others null, else BK_ERROR_NULL. The arrays
+ * must not overlap. Rows with ignore_index have loss 0, and no part in any gradient (if what X holds there is finite). A
+ * bad target makes the loss and the row of dX NaN, and all of dW and dbias, whose sums it is a term of. Gradients are
+ * sums in float of dlogits as rounded to dtype, rounded once; dW and dbias of 16 bits from what was there plus the sum
+ * over all rows. The same plan gives the same bits each time. Work on the plan's own stream begins behind what is in
+ * `stream` and ends before what follows, so that the call may be captured in a CUDA graph; two runs of one plan must not
+ * be under way at the same time. N of 0: nothing to do, BK_OK. With V of 0 dX is 0; with C of 0 the logits are the bias
+ * or 0. */
+int bk_lm_head_run(const bk_lm_head *plan, void *dX, void *dW, void *dbias, float *losses, float *lse, const void *X,
+                   const void *W, const void *bias, const int32_t *targets, const float *dlosses, int64_t *status,
+                   void *workspace, bk_stream stream);
 
 #ifdef __cplusplus
 }

@@ -25,8 +25,9 @@ ON_CUDA = DEVICE == "cuda"
 needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
 
 OK, ERROR_NULL, ERROR_SHAPE, ERROR_DTYPE, ERROR_VERSION, ERROR_CUDA = 0, 1, 2, 3, 4, 1000
-ERROR_UNSUPPORTED, ERROR_FLAGS, ERROR_OPTIONS = 5, 6, 7
+ERROR_UNSUPPORTED, ERROR_FLAGS, ERROR_OPTIONS, ERROR_MEMORY = 5, 6, 7, 8
 OVERWRITE, STOCHASTIC = 1, 2  # flags
+WANT_DX, WANT_DW, WANT_DBIAS, HAS_BIAS, TF32 = 1, 2, 4, 8, 16  # those of bk_lm_head_create
 INT_MIN, INT_MAX = -2**31, 2**31 - 1
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,7 +225,12 @@ def library():
                 ("bk_encoder_forward", integer, *[pointer] * 5, *[integer] * 6, pointer),
                 ("bk_encoder_backward_workspace_bytes", ctypes.c_size_t, *[integer] * 5),
                 ("bk_encoder_backward", integer, *[pointer] * 6, *[integer] * 7, ctypes.c_uint64, integer, pointer),
-                ("bk_classifier_fused", integer, *[pointer] * 9, *[integer] * 3, pointer, *[integer] * 2, pointer)):
+                ("bk_classifier_fused", integer, *[pointer] * 9, *[integer] * 3, pointer, *[integer] * 2, pointer),
+                ("bk_lm_head_create", integer, pointer, *[integer] * 4, pointer, ctypes.c_size_t, *[integer] * 3),
+                ("bk_lm_head_destroy", None, pointer),
+                ("bk_lm_head_workspace_bytes", ctypes.c_size_t, pointer),
+                ("bk_lm_head_tune", integer, *[pointer] * 8),
+                ("bk_lm_head_run", integer, *[pointer] * 14)):
             function = getattr(_library, name)
             function.restype, function.argtypes = result, arguments
     return _library
@@ -275,6 +281,30 @@ def classifier_fused(dlogits, losses, lse, probs, correct, logits, targets, dlos
     code = _call("bk_classifier_fused", (dlogits, losses, lse, probs, correct, logits, targets, dlosses, status), N, V,
                  P, None if options is None else ctypes.byref(options), dtype, version, stream)
     return code, _word(status, stream)
+
+
+def lm_head_create(N, C, V, flags, options, memory, dtype, grad_dtype, version=0):
+    """bk_lm_head_create: (error code, plan or None)."""
+    plan = ctypes.c_void_p(1)
+    code = library().bk_lm_head_create(ctypes.byref(plan), N, C, V, flags,
+                                       None if options is None else ctypes.byref(options), memory,
+                                       *[getattr(argument, "code", argument) for argument in (dtype, grad_dtype)],
+                                       version)
+    return code, plan.value
+
+
+def lm_head_run(plan, dX, dW, dbias, losses, lse, X, W, bias, targets, dlosses, status, workspace, stream=None):
+    """bk_lm_head_run, in the same way as the others; workspace may be an address."""
+    arrays = (dX, dW, dbias, losses, lse, X, W, bias, targets, dlosses, status, workspace)
+    with forbidden([array for array in arrays if isinstance(array, Array)]):
+        code = library().bk_lm_head_run(plan, *[getattr(array, "pointer", array) for array in arrays], stream)
+    return code, _word(status, stream)
+
+
+def lm_head_tune(plan, dX, dW, X, W, bias, workspace, stream=None):
+    with forbidden([array for array in (dX, dW, X, W, bias, workspace) if array is not None]):
+        return library().bk_lm_head_tune(plan, *[array and array.pointer for array in (dX, dW, X, W, bias, workspace)],
+                                         stream)
 
 
 def _call(name, arrays, *arguments):

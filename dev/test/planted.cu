@@ -14,6 +14,9 @@ The table says which versions are right, and what the others get wrong. The envi
 - PLANTED_DUMP=FILE: the ids and the inputs as they are on the device go to FILE.ids (int32) and FILE.inp (their type),
   and total as it is at the end to FILE.total
 - PLANTED_SKIP=" 3 4 ": those versions are skipped
+- PLANTED_POINTS=1: no block sizes but two points, "one" and "the other", and a baseline that copies inp; `before` sets
+  total to what it should be, which the check undoes
+- PLANTED_UNKNOWN=1: the reference does not know the last row of first
 - PLANTED_ULPS=1: instead of all else, each line "TYPE RESULT VALUE SLACK EITHER_NEIGHBOUR" of standard input is
   answered by how many ulps that result is off
 */
@@ -249,7 +252,9 @@ void planted_race(Harness &h) {
         if (r == 0) row.value[1] = row.slack[1] = INFINITY;  // as a sum's would be
         if (r == 1) row.value[0] = 0;
     });
+    const bool has_points = getenv("PLANTED_POINTS"), last_unknown = getenv("PLANTED_UNKNOWN");
     a.first = h.output<float>("first", a.N, 1, 0, [=, &h](Expected &row, long long r) {
+        row.unknown = last_unknown && r == a.N - 1;
         row.value[0] = r == 0 && h.running == OWN_REFERENCE_VERSION ? 2 : first(r);
     });
     a.rounded = h.output<floatX>("rounded", a.N, 1, 0, [=](Expected &row, long long r) {
@@ -275,10 +280,25 @@ void planted_race(Harness &h) {
     }
     h.bytes = (h.flag("--targets") ? 0.0 : (double)h.distinct_tokens()) + h.number("--more-bytes");
     h.flops = (h.choice("--grad-dtype") == "fp32") + h.number("--more-flops");
+    if (has_points) {
+        floatX *const copy = (floatX *)h.input(values, a.N * C);
+        h.points = {"one", "the other"};
+        h.figures = [](int version, int point) -> std::vector<Figure> {
+            return {{"twice", 2.0 * point, point > 0 ? "twice as much" : ""}, {"version_again", (double)version, ""}};
+        };
+        h.baseline = {"copies", [=](cudaStream_t stream) {
+                          return cudaMemcpyAsync(copy, a.inp, a.N * C * sizeof(floatX), cudaMemcpyDeviceToDevice,
+                                                 stream);
+                      }};
+        h.before = [=](int, cudaStream_t stream) {
+            rows_kernel<floatX><<<ceil_div(a.N, 256LL), 256, 0, stream>>>(a, true);
+        };
+    }
     dump(".ids", ids, a.N * sizeof(int));
     dump(".inp", a.inp, a.N * C * sizeof(floatX));
-    h.race(planted_versions<floatX>,
-           [=](Planted<floatX> launch, int block_size, cudaStream_t stream) { return launch(a, block_size, stream); });
+    h.race(planted_versions<floatX>, [=](Planted<floatX> launch, int block_size, cudaStream_t stream) {
+        return launch(a, has_points ? 256 : block_size, stream);
+    });
     dump(".total", a.total, a.N * sizeof(floatX));
 }
 
@@ -291,7 +311,9 @@ int main(int argc, char **argv) {
                {"--used-up", {}, "the total is put back before each cold run"},
                {"--targets", {}, "ids are targets, each third of which is to be ignored"}},
               {{"--more-bytes", 0, -10.5, 1e6, "changes nothing but the bytes reported"},
-               {"--more-flops", 2, 0, 100, "changes nothing but the operations reported", true}});
+               {"--more-flops", 2, 0, 100, "changes nothing but the operations reported", true}},
+              {{"--note", "none", "changes nothing"}});
+    h.block_sizes = getenv("PLANTED_POINTS") == nullptr;
     return h.main(argc, argv, planted_versions<float>, planted_race<float>, planted_race<half>,
                   planted_race<__nv_bfloat16>);
 }

@@ -107,6 +107,11 @@ BINARIES = set(kernel_names())
 OBJECTS = {name + ".o" for name in BINARIES}
 LIBRARY = {"dev/lib/bookends.o", "libbookends.so"}
 DEVICE = {"device.o", "libbookends.so", *BINARIES}
+PRODUCTS = {"cublasLt.o", "lm_head", "libbookends.so"}
+
+
+MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KERNELS)
+                                 if '"%s"' % name in (ROOT / other).read_text()]} for name in KERNELS}
 
 
 @needs_build
@@ -115,11 +120,13 @@ DEVICE = {"device.o", "libbookends.so", *BINARIES}
     ("dev/harness.h", OBJECTS | BINARIES),
     ("dev/lib/bookends.h", LIBRARY),
     ("dev/lib/bookends.cu", LIBRARY),
-    *[(name + ".cu", LIBRARY | {name, name + ".o"}) for name in kernel_names() if name + ".cu" not in MADE_OF_OTHERS],
+    *[(name, LIBRARY | {made for one in kernels for made in (one, one + ".o")}) for name, kernels in MADE_FROM.items()],
     ("dev/cpu/device.cc", DEVICE),
-    ("dev/cpu/cuda_runtime.h", DEVICE | LIBRARY | OBJECTS),
+    ("dev/cpu/cublasLt.cc", PRODUCTS),
+    ("dev/cpu/cublasLt.h", PRODUCTS | LIBRARY | {"lm_head.o"}),
+    ("dev/cpu/cuda_runtime.h", DEVICE | PRODUCTS | LIBRARY | OBJECTS),
     ("dev/cpu/cuda/ptx", DEVICE | LIBRARY | OBJECTS),
-    ("dev/cpu/cooperative_groups.h", LIBRARY | {"classifier_fused", "classifier_fused.o"}),
+    ("dev/cpu/cooperative_groups.h", LIBRARY | {"classifier_fused", "classifier_fused.o", "lm_head", "lm_head.o"}),
     ("dev/cpu/rewrite.sed", LIBRARY | OBJECTS | BINARIES),
     ("README.md", set()),
 ], ids=lambda value: value if isinstance(value, str) else "")
@@ -142,7 +149,7 @@ def test_a_change_is_really_compiled(tree):
 
 @needs_build
 def test_other_flags_make_all_anew(tree):
-    assert made_anew(tree, "WARNINGS=-Wall") == {"commit.o"} | DEVICE | LIBRARY | OBJECTS
+    assert made_anew(tree, "WARNINGS=-Wall") == {"commit.o"} | DEVICE | PRODUCTS | LIBRARY | OBJECTS
 
 
 @needs_build
@@ -171,6 +178,14 @@ def test_make_help_and_clean(tree):
         assert re.search(r"^ +make %s +\S" % target, result.stdout, re.M), target
     assert make(tree, "clean").returncode == 0
     assert not (tree / "build").exists() and not any((tree / name).is_symlink() for name in kernel_names())
+
+
+@needs_build
+def test_only_what_multiplies_matrices_links_cublaslt(tree):
+    text = make(tree, "-n", "DEVICE=cuda", "all", "lib").stdout
+    links = [line for line in text.splitlines() if re.search(r" -o build/cuda/\w+(\.so)? ", line)]
+    assert {re.search(r"-o build/cuda/(\S+)", line).group(1): "-lcublasLt" in line for line in links} == \
+        {name: name in PRODUCTS for name in {*BINARIES, "libbookends.so"}}
 
 
 @needs_build
@@ -282,7 +297,8 @@ def test_kernel_files_are_plain_cuda(name):
     assert "<<<" in text
     for line in re.findall(r"^\s*#\s*(?:if|ifdef|ifndef|elif)\b.*", text, re.M):
         assert "BOOKENDS_NO_MAIN" in line, line
-    assert not re.search(r"^\s*#\s*define", text, re.M)
+    defined = re.findall(r"^\s*#\s*define\s+(.*)", text, re.M)  # one leaves out the mains of the files it is made of
+    assert defined == (["BOOKENDS_NO_MAIN"] if name in MADE_OF_OTHERS else [])
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -330,6 +330,74 @@ def test_bad_numbers():
         refused(planted(1, option), option, "value")
 
 
+@pytest.mark.parametrize("arguments, note, heading", [
+    ([], "none", ""), (["--note", "none"], "none", ""), (["--note", "a \"b\" 10%"], 'a "b" 10%', ' note=a "b" 10%'),
+    (["--note", "x", "--note", "--overwrite"], "--overwrite", " note=--overwrite"), (["--note", ""], "", " note="),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+def test_texts(arguments, note, heading):
+    result = planted(1, "--block-size", 256, "--repeat", 1, "--json", "-", *arguments)
+    assert result.returncode == 0, result
+    assert result.stderr.splitlines()[1].endswith(" bf16 tokens=uniform" + heading)
+    assert json.loads(result.stdout)["note"] == note
+    refused(planted(1, "--note"), "--note", "value")
+    assert re.search(r"^  --note TEXT +changes nothing; default none$", planted("--help").stdout, re.M)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# points instead of block sizes, and a baseline
+
+POINTS = {**os.environ, "PLANTED_POINTS": "1"}
+
+
+def test_points():
+    result = planted("all", "--repeat", 3, "--json", "-", env={**POINTS, "PLANTED_SKIP": " %s " % " ".join(map(str, WRONG))})
+    assert result.returncode == 0, result
+    lines = result.stderr.splitlines()
+    timed = [line for line in lines if line.startswith(("one ", "the other "))]
+    assert len(timed) == 2 * len(RIGHT)
+    for i, line in enumerate(timed):
+        assert re.fullmatch(r"%s \| time \d+\.\d{4} ms \| \d+\.\d TFLOP/s \| \d+\.\d{3}x the copies%s(  <- best)?" % (
+            ("one      ", "the other")[i % 2], (r"", r" \| twice as much")[i % 2]), line), line
+    assert re.search(r"^version +name +at +time \(ms\) +TFLOP/s +x the copies$", result.stderr, re.M)
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    records = [record for record in records if record["skipped"] is None]
+    assert [record["at"] for record in records] == ["one", "the other"] * len(RIGHT)
+    for record in records:
+        assert record["block_size"] == 0 and record["version_again"] == record["version"]
+        assert record["twice"] == 2 * (record["at"] == "the other")
+        assert record["copies_ms"] > 0
+        assert record["ratio_to_copies"] == pytest.approx(record["time_ms_median"] / record["copies_ms"], rel=1e-3)
+    assert sum(record["best"] for record in records) == len(RIGHT)
+
+
+def test_points_are_checked():
+    """Each of them, twice where the same bits are promised; a fault is found as with block sizes."""
+    result = planted(1, "--check", "--json", "-", env=POINTS)
+    record = json.loads(result.stdout)
+    assert (result.returncode, record["at"], record["copies_ms"], record["ratio_to_copies"]) == (0, None, None, None)
+    result = planted(3, "--check", env=POINTS)
+    assert result.returncode == 1 and re.search(r"^check: one: out.*: WRONG$", result.stdout, re.M)
+    result = planted(17, "--bench", env=POINTS)
+    assert result.returncode == 1 and re.search("^one: launch failed: .*: WRONG$", result.stdout, re.M), result
+    assert planted(1, env=POINTS).returncode == planted(0, env=POINTS).returncode == 0
+
+
+def test_points_leave_no_block_sizes():
+    refused(planted(1, "--block-size", 256, env=POINTS), "'--block-size'")
+    assert "--block-size" not in planted("--help", env=POINTS).stdout
+    assert "--block-size" in planted("--help").stdout
+
+
+def test_rows_that_the_reference_does_not_know():
+    """They are not compared, nor counted; but they have to be written."""
+    assert planted(13, "--check").returncode == 1
+    unknown = {**os.environ, "PLANTED_UNKNOWN": "1"}
+    known, result = planted(1, "--check"), planted(13, "--check", env=unknown)
+    assert result.returncode == 0 and "of sampled rows" in result.stdout and "of sampled rows" not in known.stdout
+    counts = [int(re.search(r"over (\d+) elements", output.stdout).group(1)) for output in (known, result)]
+    assert counts[0] - counts[1] == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # inputs
 

@@ -1,0 +1,1646 @@
+/*
+The LM head: hidden states X (N, C) and weights W (V, C) to the loss of each row and every gradient.
+
+  x_rj = X_r . W_j  (+ bias_j)           the logits (N, V), each an exact sum's float rounding, rounded to floatX
+  losses, lse, dlogits                   of each row of x, as in classifier_fused.cu, with all its options
+  dX = dlogits W        dW += dlogits^T X        dbias_j += sum over r of dlogits_rj
+
+Three matrix products of 2NCV operations each are the floor; cuBLASLt does them. The logits are 0.8 to 4 GB at ordinary
+sizes, and need not exist whole: a budget says how much scratch there may be. That logits are rounded to floatX before
+the softmax, and dlogits before the products, is part of the definition, whatever the version.
+
+version 1  textbook: all logits, a kernel for the probabilities, one for the loss, one for the gradient, three products
+version 2  fused: all logits, the fused classifier between the products
+version 3  rows: a block of rows after the other, so that scratch is bounded; dW is added to once a block
+version 4  vocabulary: for the smallest budgets: the first pass over tiles of the vocabulary makes each row's softmax
+           statistics and keeps nothing; the second makes a tile's logits again and is done with its rows of dW at once
+version 5  planned: the way and the sizes follow from the budget and the L2; the classifier of one part or tile runs
+           beside the products of another; tiles that the first pass leaves behind are not made again
+
+Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
+Run:      ./lm_head                    the fastest version, in a quarter of what the logits take
+          ./lm_head all --memory 10%
+          ./lm_head 5 --sweep memory -c 4096 -v 128256
+          ./lm_head --help
+*/
+#include "common.h"
+
+#ifdef BOOKENDS_NO_MAIN
+#include "classifier_fused.cu"
+#else
+#define BOOKENDS_NO_MAIN
+#include "classifier_fused.cu"
+#undef BOOKENDS_NO_MAIN
+#endif
+
+#include <cublasLt.h>
+
+#include <vector>
+
+// ---------------------------------------------------------------------------------------------------------------------
+// CPU reference
+
+// A row's logits (V), before they are rounded to floatX: sums in double. x (C), W (V, C) and bias (V; null: none).
+// sizes (V; null: not wanted) gets the root of the sum of each sum's squared terms, which its rounding errors go by.
+inline void lm_head_logits_cpu(double *logits, double *sizes, const float *x, const float *W, const float *bias, int C,
+                               int V) {
+    for (int j = 0; j < V; j++) {
+        double sum = bias ? bias[j] : 0, squares = sum * sum;
+        for (int c = 0; c < C; c++) {
+            const double term = (double)x[c] * (double)W[(long long)j * C + c];
+            sum += term;
+            squares += term * term;
+        }
+        logits[j] = sum;
+        if (sizes) sizes[j] = sqrt(squares);
+    }
+}
+
+// Then classifier_fused_cpu() makes the loss and dlogits (V) of them, and the products are these. A row of dX (C) from
+// its dlogits (V); a row of dW (C), to be added, from its column of dlogits (N).
+inline void lm_head_product_cpu(double *out, const double *factors, const float *rows, int count, int C) {
+    for (int c = 0; c < C; c++) out[c] = 0;
+    for (int j = 0; j < count; j++) {
+        for (int c = 0; c < C; c++) out[c] += factors[j] * (double)rows[(long long)j * C + c];
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// kernels
+
+// Every other kernel sees a block of rows, whose numbers begin at 0: the status word is seen to here, by all rows.
+static __global__ void lm_head_targets_kernel(status_word *status, const int *targets, int N, int V, int ignore_index) {
+    const long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (row < N && targets[row] != ignore_index && !id_in_range(targets[row], V)) report_bad_id(status, row);
+}
+
+// The logits of hidden states that have no channels.
+template <typename floatX>
+__global__ void lm_head_no_channels_kernel(floatX *logits, const floatX *bias, unsigned V, unsigned P) {
+    floatX *const row = logits + (long long)blockIdx.x * P;
+    for (unsigned j = threadIdx.x; j < V; j += blockDim.x) row[j] = bias ? bias[j] : (floatX)0.0f;
+}
+
+// Version 1: the softmax, a block a row: the largest logit and the sum, then the probabilities, in float, so that
+// nothing is rounded to floatX but logits and dlogits.
+template <typename floatX, bool softcap, Extras extras>
+__global__ void __launch_bounds__(1024)
+    lm_head_softmax_kernel(float *probs, OnlineSoftmax *statistics, ClassifierArguments<floatX> args) {
+    typedef Packed<floatX, 1> one;
+    const long long row = blockIdx.x;
+    const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
+    RunningSoftmax seen(args.power);
+    for (unsigned j = threadIdx.x; j < args.V; j += blockDim.x) {
+        see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
+    }
+    const OnlineSoftmax all = block_merge<extras>(seen, args.power);
+    const Exponent exponent(all.max, args.power);
+    if (threadIdx.x == 0) statistics[row] = all;
+    for (unsigned j = threadIdx.x; j < args.V; j += blockDim.x) {
+        float slope;
+        const float value = value_and_slope<softcap, extras>((float)target.logits[j], args, &slope);
+        probs[row * args.V + j] = exponent.exp(value) / all.sum;
+    }
+}
+
+// Version 1: the loss, a thread a row.
+template <typename floatX, bool softcap, Extras extras>
+__global__ void lm_head_loss_kernel(const OnlineSoftmax *statistics, ClassifierArguments<floatX> args) {
+    const long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= args.N) return;
+    write_scalars<extras>(args, row, find_target<softcap, extras>(args, row), statistics[row]);
+}
+
+// Version 1: the gradient, over the logits, a block a row.
+template <typename floatX, bool softcap, Extras extras>
+__global__ void __launch_bounds__(1024)
+    lm_head_gradient_kernel(const float *probs, const OnlineSoftmax *statistics, ClassifierArguments<floatX> args) {
+    const long long row = blockIdx.x;
+    const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
+    const ClassifierGradient g = gradient_constants(args, target, statistics[row], dloss_of(args, row));
+    const float per_p = g.a / g.to_p;
+    __syncthreads();  // all have read the target's logit
+    for (unsigned j = threadIdx.x; j < args.V; j += blockDim.x) {
+        float slope;
+        value_and_slope<softcap, extras>((float)target.logits[j], args, &slope);
+        const float d = j == target.index ? g.at_target : slope * fmaf(per_p, probs[row * args.V + j], -g.b);
+        target.dlogits[j] = (floatX)(target.ignored ? 0.0f : d);
+    }
+}
+
+// What has been seen of a row in the tiles so far: an OnlineSoftmax, whose excess counts from `origin`, and the
+// target's logit, if its tile has come by.
+struct TiledRow {
+    float max, sum, excess, origin, target_logit;
+};
+
+constexpr unsigned TILE_VECTORS = 4;  // of a row, that a thread has on their way at a time
+
+// Calls several(vectors, column, stride) for TILE_VECTORS vectors that are `stride` columns apart, one(vector, column)
+// for what is left of them, and single(column) for what is behind them: a block's share of a row of a tile. The tile's
+// rows begin at multiples of 16 bytes.
+template <typename floatX, typename Several, typename One, typename Single>
+__device__ void for_each_vector(const floatX *row, unsigned columns, Several several, One one, Single single) {
+    typedef Packed128<floatX> x128;
+    const unsigned vectors = columns / x128::size, stride = blockDim.x * x128::size;
+    unsigned v = threadIdx.x;
+    for (; v + (TILE_VECTORS - 1) * blockDim.x < vectors; v += TILE_VECTORS * blockDim.x) {
+        x128 x[TILE_VECTORS];
+#pragma unroll
+        for (unsigned u = 0; u < TILE_VECTORS; u++) x[u] = load128(row + v * x128::size + u * stride);
+        several(x, v * x128::size, stride);
+    }
+    for (; v < vectors; v += blockDim.x) one(load128(row + v * x128::size), v * x128::size);
+    const unsigned behind = vectors * x128::size + threadIdx.x;
+    if (behind < columns) single(behind);
+}
+
+// The statistics of a tile, columns begin..begin+columns-1 of the logits, put together with those of the tiles before
+// it, as an online softmax does. A block a row. (Cut Cross-Entropy, Wijmans et al. 2024, makes a row's log-sum-exp from
+// tiles of the logits in this way, and never stores them.)
+template <typename floatX, bool softcap, Extras extras>
+__global__ void __launch_bounds__(512)
+    lm_head_statistics_kernel(TiledRow *rows, ClassifierArguments<floatX> args, unsigned begin, unsigned columns) {
+    typedef Packed<floatX, 1> one;
+    const long long row = blockIdx.x;
+    ClassifierTarget<floatX> target = describe_target(args, row, args.targets[row]);
+    if (!target.read) return;
+    TiledRow before = {-FLT_MAX, 0, 0, 0, 0};
+    if (begin > 0) before = rows[row];
+    if (extras != NO_EXTRAS && begin == 0) {
+        float slope;
+        const float first = value_and_slope<softcap, extras>((float)target.logits[0], args, &slope);
+        before.origin = isfinite(first) ? first : 0.0f;
+    }
+    target.origin = before.origin;
+    const unsigned own = target.index - begin;  // the target's column in this tile; if not here, none of the columns
+    RunningSoftmax seen(args.power);
+    for_each_vector(
+        target.logits, columns,
+        [&](const auto &x, unsigned column, unsigned stride) {
+            see<softcap, extras>(seen, x, column, stride, target, args);
+        },
+        [&](const auto &x, unsigned column) { see<softcap, extras>(seen, x, column, target, args); },
+        [&](unsigned column) {
+            see<softcap, extras>(seen, load_packed<one>(target.logits + column), column, target, args);
+        });
+    const OnlineSoftmax tile = block_merge<extras>(seen, args.power);
+    if (threadIdx.x != 0) return;
+    const OnlineSoftmax all = merge({before.max, before.sum, before.excess}, tile, args.power);
+    const bool here = target.index < args.V && own < columns;
+    rows[row] = {all.max, all.sum, all.excess, before.origin, here ? (float)target.logits[own] : before.target_logit};
+}
+
+// All tiles have been seen: each row's scalars, and the constants of its gradient (null: not wanted). A thread a row.
+template <typename floatX, bool softcap, Extras extras>
+__global__ void lm_head_finish_kernel(ClassifierGradient *gradients, const TiledRow *rows,
+                                      ClassifierArguments<floatX> args) {
+    const long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= args.N) return;
+    ClassifierTarget<floatX> target = describe_target(args, row, args.targets[row]);
+    OnlineSoftmax seen;
+    if (target.read) {
+        const TiledRow all = rows[row];
+        seen.max = all.max;
+        seen.sum = all.sum;
+        seen.excess = all.excess;
+        if (target.index < args.V) set_logit<softcap, extras>(target, args, all.target_logit);
+        target.origin = all.origin;
+    }
+    write_scalars<extras>(args, row, target, seen);
+    if (gradients) gradients[row] = gradient_constants(args, target, seen, dloss_of(args, row));
+}
+
+// The gradient of a tile, over its logits. A block a row; nobody waits for anybody, so this is a read and a write.
+template <typename floatX, bool softcap, Extras extras>
+__global__ void __launch_bounds__(512)
+    lm_head_tile_kernel(const ClassifierGradient *gradients, ClassifierArguments<floatX> args, unsigned begin,
+                        unsigned columns) {
+    typedef Packed<floatX, 1> one;
+    const long long row = blockIdx.x;
+    ClassifierTarget<floatX> target = describe_target(args, row, args.targets[row]);
+    target.index -= begin;  // of this tile, or none of its columns
+    if (target.ignored) return zero_columns128(target.dlogits, 0, columns);
+    const ClassifierGradient g = gradients[row];
+    auto write = [&](const auto &x, unsigned column) {
+        write_columns<softcap, extras, false>(x, column, target, g, args);
+    };
+    for_each_vector(
+        target.logits, columns,
+        [&](const auto &x, unsigned column, unsigned stride) {
+#pragma unroll
+            for (unsigned u = 0; u < TILE_VECTORS; u++) write(x[u], column + u * stride);
+        },
+        write, [&](unsigned column) { write(load_packed<one>(target.logits + column), column); });
+}
+
+// The sum of each column of dlogits over a slice of the rows, in float: sums (slices, columns). A block has a slice of as
+// many columns as the lanes of a warp have with 16 bytes each; its warps take every warps-th row. The order of the
+// additions is always the same.
+template <typename floatX>
+__global__ void __launch_bounds__(1024)
+    lm_head_columns_kernel(float *sums, const floatX *dlogits, unsigned rows, unsigned columns, unsigned P) {
+    typedef Packed128<floatX> x128;
+    __shared__ float partial[WARP_SIZE * WARP_SIZE * x128::size];
+    const unsigned lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    const unsigned across = WARP_SIZE * x128::size, column = blockIdx.x * across + lane * x128::size;
+    const unsigned slice = ceil_div(rows, gridDim.y), first = blockIdx.y * slice, last = min(first + slice, rows);
+    float sum[x128::size] = {}, values[x128::size];
+    if (column + x128::size <= columns) {
+#pragma unroll 4
+        for (unsigned r = first + warp; r < last; r += warps) {
+            to_floats(values, load128(dlogits + (size_t)r * P + column));
+            for (int k = 0; k < x128::size; k++) sum[k] += values[k];
+        }
+    } else {  // nobody has written what is behind the last column
+        for (unsigned r = first + warp; r < last; r += warps) {
+            for (unsigned k = 0; column + k < columns; k++) sum[k] += (float)dlogits[(size_t)r * P + column + k];
+        }
+    }
+    for (int k = 0; k < x128::size; k++) partial[warp * across + lane * x128::size + k] = sum[k];
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < across; i += blockDim.x) {
+        const unsigned j = blockIdx.x * across + i;
+        float total = 0;
+        for (unsigned w = 0; w < warps; w++) total += partial[w * across + i];
+        if (j < columns) sums[(size_t)blockIdx.y * columns + j] = total;
+    }
+}
+
+// out = the sums of all slices, or out += that, rounded once. A thread a column.
+template <typename T>
+__global__ void lm_head_slices_kernel(T *out, const float *sums, unsigned columns, unsigned slices, bool add) {
+    const unsigned j = blockIdx.x * blockDim.x + threadIdx.x;
+    if (j >= columns) return;
+    float total = 0;
+    for (unsigned i = 0; i < slices; i++) total += sums[(size_t)i * columns + j];
+    out[j] = (T)(add ? (float)out[j] + total : total);
+}
+
+// out = sums, or out += sums, rounded once.
+template <typename T, int width>
+__global__ void lm_head_round_kernel(T *out, const float *sums, long long vectors, bool add) {
+    const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= vectors) return;
+    const auto more = load_packed<Packed<float, width>>(sums + i * width);
+    float values[width] = {};
+    if (add) to_floats(values, load_packed<Packed<T, width>>(out + i * width));
+#pragma unroll
+    for (int k = 0; k < width; k++) values[k] += more[k];
+    store_packed(out + i * width, from_floats<T>(values));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// plans: what is decided before anything runs
+
+// How the logits are cut.
+enum LmHeadWay {
+    LM_HEAD_TEXTBOOK,   // not at all, and the probabilities beside them
+    LM_HEAD_ROWS,       // in blocks of rows, perhaps a single one
+    LM_HEAD_VOCABULARY  // in tiles of the vocabulary; in blocks of rows too where a float dX of all doesn't fit
+};
+
+// What version 5 may be told to do otherwise, to see what it is worth, and what its choice goes by.
+struct LmHeadTuning {
+    bool overlap = true;      // the classifier on a second stream
+    bool urgent = true;       // that one's kernels first, where both streams have some to start
+    int way = -1;             // an LmHeadWay; -1: whichever costs less
+    int parts = 0;            // of a block of rows, that are classified one by one; 0: 2, or 4 where dX is not wanted
+    int columns = 0;          // of a tile at most; 0: from the L2
+    int gemm_sms = 0;         // so many multiprocessors for the products; 0: all
+    int classifier = 0;       // which version of classifier_fused; 0: the best
+    double operations = 167;  // floating-point operations of a product in the time that a byte of DRAM takes (H200)
+    double hidden = 0.5;      // the share of the classifier's memory traffic that hides behind the products
+    double l2_share = 0.5;    // of the L2, for the tiles that are in use
+    size_t most_gemm_bytes = 32 << 20;  // what cuBLASLt may have; no more than an eighth of the budget
+};
+
+// What a plan is made for. Types: CUDA_R_32F, CUDA_R_16F or CUDA_R_16BF; of the gradients the same, or CUDA_R_32F.
+struct LmHeadProblem {
+    int N = 0, C = 0, V = 0;
+    cudaDataType_t type = CUDA_R_16BF, gradient_type = CUDA_R_32F;
+    bool dX = true, dW = true, bias = false, dbias = false;  // what there is, and which gradients are wanted
+    bool tf32 = false;                                       // fp32 products with inputs rounded to TF32
+    ClassifierOptions options = {};
+    size_t memory = 0;  // bytes of scratch at most; versions 1 and 2 take what they need
+    int version = 5;
+    LmHeadTuning tuning = {};
+};
+
+// A product, with the algorithm chosen for it.
+enum GemmKind { GEMM_LOGITS, GEMM_DX, GEMM_DW };
+struct Gemm {
+    GemmKind kind;
+    int rows, columns;  // of the logits that it makes or reads
+    bool aligned;       // whether the matrices begin at multiples of 16 bytes
+    cublasLtMatmulDesc_t desc = nullptr;
+    cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
+    std::vector<cublasLtMatmulHeuristicResult_t> candidates = {};
+    size_t chosen = 0;
+};
+
+// A plan: made by lm_head_create(), run as often as one likes, by one thread at a time, and destroyed.
+struct LmHead {
+    LmHeadProblem problem;
+    LmHeadWay way = LM_HEAD_ROWS;
+    int rows = 0, columns = 0;  // of a block and of a tile
+    int P = 0;                  // columns that a row of a block or tile has room for
+    int buffers = 1;            // tiles that there is room for
+    int part_rows = 0;          // of a block of rows: so many are classified at a time
+    bool overlap = false;
+
+    // The workspace: where each part begins, and all of them together.
+    size_t logits = 0, probs = 0, seen = 0, gradients = 0, dX = 0, dW = 0, dbias = 0, slices = 0, gemm = 0;
+    size_t gemm_bytes = 0, bytes = 0;
+
+    cublasLtHandle_t handle = nullptr;
+    std::vector<Gemm> gemms;
+    cudaStream_t side = nullptr;
+    std::vector<cudaEvent_t> made, done;  // of a tile or part
+    char what[240] = "";                  // what was wrong, in words
+
+    int blocks() const { return rows > 0 ? ceil_div(problem.N, rows) : 0; }
+    int tiles() const { return columns > 0 ? ceil_div(problem.V, columns) : 0; }
+    bool gradient() const { return problem.dX || problem.dW || problem.dbias; }
+    // Sums over several blocks of rows, or tiles, are kept in float until they are complete.
+    bool float_dX() const { return way == LM_HEAD_VOCABULARY && problem.dX && problem.type != CUDA_R_32F; }
+    // Slices of the rows for dbias: some 256 blocks, each of 128 rows at least.
+    unsigned row_slices() const {
+        const unsigned vector = problem.type == CUDA_R_32F ? 4 : 8;
+        const unsigned across = ceil_div((unsigned)std::max(columns, 1), WARP_SIZE * vector);
+        return std::min(ceil_div(256u, across), ceil_div((unsigned)rows, 128u));
+    }
+    bool sums_rows() const { return way == LM_HEAD_ROWS && blocks() > 1 && problem.gradient_type != CUDA_R_32F; }
+};
+
+inline size_t lm_head_size(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
+
+// Multiples of 128 columns, so that rows begin where the memory likes it; they cost 3% at most.
+inline long long lm_head_pad(long long columns) {
+    const int unit = columns >= 4096 ? 128 : 8;
+    return ceil_div(columns, (long long)unit) * unit;
+}
+
+// The workspace of a plan whose sizes are known. False if it is larger than can be.
+inline bool lm_head_layout(LmHead &plan) {
+    const LmHeadProblem &p = plan.problem;
+    const long long pad = lm_head_pad(plan.columns);
+    if (pad > INT32_MAX) return false;
+    plan.P = (int)pad;
+    size_t next = 0;
+    bool possible = true;
+    auto part = [&](bool wanted, double bytes) {
+        const size_t begin = next;
+        possible = possible && (!wanted || next + bytes < 0x1p62);
+        if (wanted && possible) next += ((size_t)bytes + 255) / 256 * 256;
+        return begin;
+    };
+    const double rows = plan.rows, V = p.V, C = p.C;
+    plan.logits = part(true, plan.buffers * rows * plan.P * lm_head_size(p.type));
+    plan.probs = part(plan.way == LM_HEAD_TEXTBOOK, rows * V * sizeof(float));
+    plan.seen = part(plan.way != LM_HEAD_ROWS, rows * std::max(sizeof(TiledRow), sizeof(OnlineSoftmax)));
+    plan.gradients = part(plan.way == LM_HEAD_VOCABULARY && plan.gradient(), rows * sizeof(ClassifierGradient));
+    plan.dX = part(plan.float_dX(), rows * C * sizeof(float));
+    plan.dW = part(plan.sums_rows() && p.dW, V * C * sizeof(float));
+    plan.dbias = part(plan.sums_rows() && p.dbias, V * sizeof(float));
+    plan.slices = part(p.dbias, plan.row_slices() * (double)plan.columns * sizeof(float));
+    plan.gemm = part(true, (double)plan.gemm_bytes);
+    plan.bytes = next + 255;  // the caller's memory begins anywhere
+    return possible;
+}
+
+// The largest number from least to most that fits() likes, if it likes all below one that it likes; else least - 1.
+template <typename Fits>
+int largest_that_fits(int least, int most, Fits fits) {
+    long long good = least - 1LL, bad = most + 1LL;
+    while (bad - good > 1) {
+        const long long middle = good + (bad - good) / 2;
+        (fits((int)middle) ? good : bad) = middle;
+    }
+    return (int)good;
+}
+
+// So many pieces of `count`, about the same size each, in whole units; no larger than `most`, which is such a size.
+inline int even_pieces(int count, int most, int unit) {
+    const int even = ceil_div(count, ceil_div(count, most));
+    return (int)std::min<long long>(count, ceil_div((long long)even, (long long)unit) * unit);
+}
+
+// Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit. Each adds to all of dW, so they are
+// as large as can be; where the classifier overlaps the products, it has a block in parts.
+inline bool plan_rows(LmHead &plan, size_t memory, bool overlap) {
+    const LmHeadProblem &p = plan.problem;
+    plan.way = LM_HEAD_ROWS;
+    plan.columns = p.V;
+    auto fits = [&](int rows) {
+        plan.rows = rows;
+        return lm_head_layout(plan) && plan.bytes <= memory;
+    };
+    // A single block needs no sums in float: it may fit where one that is a little smaller doesn't.
+    const int most = fits(p.N) ? p.N : largest_that_fits(1, p.N - 1, fits);
+    if (most < 1) return false;
+    const int unit = most >= 128 ? 128 : 1;
+    const bool all = fits(most == p.N ? most : even_pieces(p.N, most / unit * unit, unit));
+    const int parts = !overlap ? 1 : p.tuning.parts > 0 ? p.tuning.parts : p.dX ? 2 : 4;
+    plan.part_rows = even_pieces(plan.rows, ceil_div(plan.rows, parts), unit);
+    plan.overlap = overlap && plan.part_rows < plan.rows;
+    return all;
+}
+
+// Tiles within the budget. All rows at once, if they fit with their float dX, since each block of rows adds to all of
+// dW, and to one in floatX it may add only once; else blocks of rows. Tiles that fit into the L2, but no narrower than
+// 1024 columns, if the budget allows it; then as many of them as the budget has room for.
+inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap, size_t l2) {
+    const LmHeadProblem &p = plan.problem;
+    const LmHeadTuning &tuning = p.tuning;
+    plan.way = LM_HEAD_VOCABULARY;
+    plan.buffers = overlap ? 2 : 1;
+    auto fits = [&](int rows, int columns, int buffers) {
+        plan.rows = rows;
+        plan.columns = columns;
+        plan.buffers = buffers;
+        return lm_head_layout(plan) && plan.bytes <= memory;
+    };
+    const bool one_block = (p.dW || p.dbias) && p.gradient_type != CUDA_R_32F;
+    const double row = (double)p.N * plan.buffers * lm_head_size(p.type);
+    const double in_l2 = std::min((double)p.V, std::max(1024.0, tuning.l2_share * l2 / row));
+    int columns = std::max(tuning.columns > 0 ? std::min(tuning.columns, p.V) : (int)in_l2, 1);
+    for (;; columns = ceil_div(columns, 2)) {
+        const int unit_columns = columns >= 128 ? 128 : columns >= 8 ? 8 : 1;
+        if (columns < p.V) columns = columns / unit_columns * unit_columns;
+        for (int buffers = overlap ? 2 : 1; buffers >= 1; buffers--) {
+            const int most = largest_that_fits(1, p.N, [&](int rows) { return fits(rows, columns, buffers); });
+            const bool enough = columns <= 8 ? most >= 1 : columns <= 128 ? most >= 32 : columns <= 1024 && most >= 512;
+            if (most < p.N && (one_block || !enough)) continue;
+            const int unit = most >= 128 ? 128 : 1;
+            const int rows = most == p.N ? most : even_pieces(p.N, most / unit * unit, unit);
+            const int width = even_pieces(p.V, columns, columns < p.V ? unit_columns : 1), tiles = ceil_div(p.V, width);
+            const int more =
+                p.version == 5 && plan.gradient()
+                    ? largest_that_fits(buffers, tiles, [&](int count) { return fits(rows, width, count); })
+                    : buffers;
+            plan.overlap = overlap && more > 1 && tiles > 1;
+            return fits(rows, width, std::max(1, std::min(more, tiles)));
+        }
+        if (columns <= 1) return false;
+    }
+}
+
+// What a plan costs, in products of 2NCV operations. A product takes the time of its operations, or that of the memory
+// traffic of its largest factor or its sums, whichever is more: W once a part of rows; dW, read and written, once a
+// block of rows; of X and a float dX, once a tile, half meets the L2. Fewer than 128 rows take as long as those. What
+// the classifier moves comes on top, where it doesn't hide; half of a tile is in the L2 when it comes by.
+inline double lm_head_cost(const LmHead &plan) {
+    const LmHeadProblem &p = plan.problem;
+    const double N = p.N, C = std::max(p.C, 1), V = p.V, size = lm_head_size(p.type), tiles = plan.tiles();
+    const double slower = p.type != CUDA_R_32F ? 1 : p.tf32 ? 2 : 12;  // than products of 16 bits
+    const double per_byte = p.tuning.operations / slower / (2 * N * C * V);
+    const bool by_tiles = plan.way == LM_HEAD_VOCABULARY, twice = by_tiles && plan.gradient();
+    const double blocks = plan.blocks(), rows = by_tiles ? plan.rows : plan.part_rows, parts = ceil(N / rows);
+    const double wave = ceil(rows / 128) * 128 / rows, reads = parts * V * C * size + tiles * N * C * size / 2;
+    const double logits = std::max(wave, reads * per_byte);
+    double cost = logits * (twice ? 2 - std::min(1.0, plan.buffers / tiles) : 1);
+    if (p.dW) cost += std::max((plan.rows + 32.0) / plan.rows, blocks * 8 * V * C * per_byte);
+    if (p.dX) cost += std::max(wave, (reads + (twice ? tiles * 4 * N * C : 0)) * per_byte);
+    const double passes = (plan.gradient() ? 2 : 1) + (twice ? 1 : 0);
+    const double beside = plan.overlap ? p.tuning.hidden * (p.dX || by_tiles ? 1 : 1 - rows / plan.rows) : 0;
+    return cost + passes * size * N * V * per_byte * (by_tiles ? 0.75 : 1) * (1 - beside);
+}
+
+// The way, the sizes and the workspace. False if the budget is too small.
+inline bool lm_head_plan(LmHead &plan, size_t memory, size_t l2) {
+    const LmHeadProblem &p = plan.problem;
+    const size_t unlimited = SIZE_MAX / 2;
+    const bool bounded = p.version >= 3 && p.V > 0, overlap = p.version == 5 && p.tuning.overlap;
+    if (!bounded) memory = unlimited;
+    const double logits_bytes = (double)p.N * p.V * lm_head_size(p.type);
+    const size_t share = bounded ? memory / 8 : (size_t)std::min(std::max(logits_bytes / 4, 0x1p20), 0x1p40);
+    plan.gemm_bytes = std::min(p.tuning.most_gemm_bytes, share) / 256 * 256;
+    plan.overlap = false;
+    if (!bounded) {  // all at once
+        plan.way = p.version == 1 ? LM_HEAD_TEXTBOOK : LM_HEAD_ROWS;
+        plan.rows = plan.part_rows = p.N;
+        plan.columns = p.V;
+        return lm_head_layout(plan);
+    }
+    LmHead rows, vocabulary;
+    for (LmHead *other : {&rows, &vocabulary}) {
+        other->problem = p;
+        other->gemm_bytes = plan.gemm_bytes;
+    }
+    const int way = p.version == 3 ? LM_HEAD_ROWS : p.version == 4 ? LM_HEAD_VOCABULARY : p.tuning.way;
+    const bool by_rows = way != LM_HEAD_VOCABULARY && plan_rows(rows, memory, overlap);
+    const bool by_vocabulary = way != LM_HEAD_ROWS && plan_vocabulary(vocabulary, memory, overlap, l2);
+    if (!by_rows && !by_vocabulary) return false;
+    const LmHead &best =
+        !by_vocabulary || (by_rows && lm_head_cost(rows) <= lm_head_cost(vocabulary)) ? rows : vocabulary;
+    plan.way = best.way;
+    plan.rows = best.rows;
+    plan.columns = best.columns;
+    plan.buffers = best.buffers;
+    plan.part_rows = best.part_rows;
+    plan.overlap = best.overlap;
+    return lm_head_layout(plan);
+}
+
+// The least that the version can do with; comfortable: with blocks of 128 rows, or tiles of 128 columns.
+inline size_t lm_head_least_bytes(const LmHeadProblem &problem, size_t l2, bool comfortable = false) {
+    auto possible = [&](size_t memory) {
+        LmHead plan;
+        plan.problem = problem;
+        if (!lm_head_plan(plan, memory, l2)) return false;
+        const int wanted_rows = std::min(problem.N, 128), wanted_columns = std::min(problem.V, 128);
+        return !comfortable || (plan.rows >= wanted_rows && plan.columns >= wanted_columns);
+    };
+    size_t bad = 0, good = 4096;
+    for (; good < SIZE_MAX / 4 && !possible(good); good *= 2) bad = good;
+    while (good - bad > 256) {
+        const size_t middle = bad + (good - bad) / 2;
+        (possible(middle) ? good : bad) = middle;
+    }
+    return good;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// products
+
+inline cudaError_t from_cublas(cublasStatus_t status) {
+    switch (status) {
+        case CUBLAS_STATUS_SUCCESS:
+            return cudaSuccess;
+        case CUBLAS_STATUS_ALLOC_FAILED:
+        case CUBLAS_STATUS_NOT_INITIALIZED:
+            return cudaErrorMemoryAllocation;
+        case CUBLAS_STATUS_INVALID_VALUE:
+            return cudaErrorInvalidValue;
+        case CUBLAS_STATUS_NOT_SUPPORTED:
+        case CUBLAS_STATUS_ARCH_MISMATCH:
+            return cudaErrorNotSupported;
+        default:
+            return cudaErrorUnknown;
+    }
+}
+
+constexpr int GEMM_CANDIDATES = 16;
+
+// cuBLASLt's matrices are column-major: a row-major (R, S) is its (S, R). So with x = logits:
+//   x^T (columns, rows) = W (columns, C) X^T (C, rows)      dX^T (C, rows) = W^T (C, columns) x^T (columns, rows)
+//   dW^T (C, columns) = X^T (C, rows) x (rows, columns)
+// Algorithms that add up parts of a sum do it in float and in a fixed order, not by atomics.
+inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
+    const LmHeadProblem &p = plan.problem;
+    const bool logits = gemm.kind == GEMM_LOGITS, dW = gemm.kind == GEMM_DW;
+    const cudaDataType_t type_of_dX = plan.float_dX() ? CUDA_R_32F : p.type;
+    const cudaDataType_t type_of_dW = plan.sums_rows() ? CUDA_R_32F : p.gradient_type;
+    const cudaDataType_t result = logits ? p.type : dW ? type_of_dW : type_of_dX;
+    const int C = p.C, P = plan.P;
+    const auto compute = p.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    cublasLtMatmulPreference_t preference = nullptr;
+    cublasStatus_t status = cublasLtMatmulDescCreate(&gemm.desc, compute, CUDA_R_32F);
+    auto then = [&](auto step) {
+        if (status == CUBLAS_STATUS_SUCCESS) status = step();
+    };
+    auto describe = [&](cublasLtMatmulDescAttributes_t attribute, auto value) {
+        then([&] { return cublasLtMatmulDescSetAttribute(gemm.desc, attribute, &value, sizeof(value)); });
+    };
+    auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+        then([&] { return cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)); });
+    };
+    describe(CUBLASLT_MATMUL_DESC_TRANSA, (int32_t)(logits ? CUBLAS_OP_T : CUBLAS_OP_N));
+    describe(CUBLASLT_MATMUL_DESC_TRANSB, (int32_t)(dW ? CUBLAS_OP_T : CUBLAS_OP_N));
+    if (plan.overlap && p.tuning.gemm_sms > 0) {
+        describe(CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, (int32_t)p.tuning.gemm_sms);
+    }
+    if (logits && p.bias) {
+        describe(CUBLASLT_MATMUL_DESC_EPILOGUE, (uint32_t)CUBLASLT_EPILOGUE_BIAS);
+        // Until there is one, an address that is aligned as it will be.
+        describe(CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                 (const void *)(uintptr_t)(gemm.aligned ? 16 : lm_head_size(p.type)));
+    }
+    then([&] { return cublasLtMatrixLayoutCreate(&gemm.a, p.type, C, dW ? gemm.rows : gemm.columns, C); });
+    then([&] {
+        return logits ? cublasLtMatrixLayoutCreate(&gemm.b, p.type, C, gemm.rows, C)
+                      : cublasLtMatrixLayoutCreate(&gemm.b, p.type, gemm.columns, gemm.rows, P);
+    });
+    then([&] {
+        return logits ? cublasLtMatrixLayoutCreate(&gemm.d, result, gemm.columns, gemm.rows, P)
+                      : cublasLtMatrixLayoutCreate(&gemm.d, result, C, dW ? gemm.columns : gemm.rows, C);
+    });
+    then([&] { return cublasLtMatmulPreferenceCreate(&preference); });
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)plan.gemm_bytes);
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    const uint32_t given = gemm.aligned ? 16 : lm_head_size(p.type), own = 16;
+    const uint32_t of_result = gemm.aligned ? 16 : lm_head_size(result);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, given);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, logits ? given : own);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, logits ? own : of_result);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, logits ? own : of_result);
+    int found = 0;
+    gemm.candidates.resize(GEMM_CANDIDATES);
+    then([&] {
+        return cublasLtMatmulAlgoGetHeuristic(plan.handle, gemm.desc, gemm.a, gemm.b, gemm.d, gemm.d, preference,
+                                              GEMM_CANDIDATES, gemm.candidates.data(), &found);
+    });
+    gemm.candidates.resize(found);
+    auto refused = [](const cublasLtMatmulHeuristicResult_t &result) { return result.state != CUBLAS_STATUS_SUCCESS; };
+    gemm.candidates.erase(std::remove_if(gemm.candidates.begin(), gemm.candidates.end(), refused),
+                          gemm.candidates.end());
+    if (preference) cublasLtMatmulPreferenceDestroy(preference);
+    if (status == CUBLAS_STATUS_SUCCESS && gemm.candidates.empty()) status = CUBLAS_STATUS_NOT_SUPPORTED;
+    return status;
+}
+
+// d = a b + beta d. A bias is the logits' own.
+inline cudaError_t gemm_run(const LmHead &plan, const Gemm &gemm, void *d, const void *a, const void *b,
+                            const void *bias, float beta, char *workspace, cudaStream_t stream) {
+    const float one = 1;
+    if (gemm.candidates.empty()) return cudaErrorNotSupported;
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    if (bias) {
+        status = cublasLtMatmulDescSetAttribute(gemm.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof(bias));
+    }
+    if (status == CUBLAS_STATUS_SUCCESS) {
+        status = cublasLtMatmul(plan.handle, gemm.desc, &one, a, gemm.a, b, gemm.b, &beta, d, gemm.d, d, gemm.d,
+                                &gemm.candidates[gemm.chosen].algo, workspace + plan.gemm, plan.gemm_bytes, stream);
+    }
+    return from_cublas(status);
+}
+
+inline const Gemm *find_gemm(const LmHead &plan, GemmKind kind, int rows, int columns, bool aligned) {
+    for (const Gemm &gemm : plan.gemms) {
+        if (gemm.kind == kind && gemm.rows == rows && gemm.columns == columns && gemm.aligned == aligned) return &gemm;
+    }
+    return nullptr;
+}
+
+inline void lm_head_destroy(LmHead &plan) {
+    for (Gemm &gemm : plan.gemms) {
+        for (cublasLtMatrixLayout_t layout : {gemm.a, gemm.b, gemm.d}) {
+            if (layout) cublasLtMatrixLayoutDestroy(layout);
+        }
+        if (gemm.desc) cublasLtMatmulDescDestroy(gemm.desc);
+    }
+    plan.gemms.clear();
+    for (std::vector<cudaEvent_t> *events : {&plan.made, &plan.done}) {
+        for (cudaEvent_t event : *events) cudaEventDestroy(event);
+        events->clear();
+    }
+    if (plan.side) cudaStreamDestroy(plan.side);
+    if (plan.handle) cublasLtDestroy(plan.handle);
+    plan.handle = nullptr;
+    plan.side = nullptr;
+}
+
+// Makes a plan for a problem: an empty LmHead that lm_head_destroy() takes whatever this returns. It asks cuBLASLt for
+// algorithms, and takes host memory and a stream, but no device memory of its own. cudaErrorInvalidValue: a negative
+// size, a type or an option that there is not; cudaErrorMemoryAllocation: a budget that is too small; or what cuBLASLt
+// says. plan.what has it in words.
+inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
+    const LmHeadProblem &p = plan.problem = problem;
+    auto known = [](cudaDataType_t type) { return type == CUDA_R_32F || type == CUDA_R_16F || type == CUDA_R_16BF; };
+    auto fail = [&](cudaError_t error, auto... words) {
+        snprintf(plan.what, sizeof(plan.what), words...);
+        return error;
+    };
+    if (p.N < 0 || p.C < 0 || p.V < 0) return fail(cudaErrorInvalidValue, "a size is negative");
+    if (!known(p.type) || (p.gradient_type != p.type && p.gradient_type != CUDA_R_32F)) {
+        return fail(cudaErrorInvalidValue, "no such type, or two that don't go together");
+    }
+    if (!valid_options(p.options)) return fail(cudaErrorInvalidValue, "an option is not finite or out of its range");
+    if (p.version < 1 || p.version > 5) return fail(cudaErrorInvalidValue, "no version %d", p.version);
+    if (lm_head_pad(p.V) > INT32_MAX) return fail(cudaErrorInvalidValue, "V is too large");
+    if (p.N == 0) return cudaSuccess;
+    int device = 0, l2 = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device);
+    if (error != cudaSuccess) return fail(error, "%s", cudaGetErrorString(error));
+    if (!lm_head_plan(plan, p.memory, l2)) {
+        return fail(cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: version %d needs %zu here", p.memory,
+                    p.version, lm_head_least_bytes(p, l2));
+    }
+    cublasStatus_t status = cublasLtCreate(&plan.handle);
+    if (status != CUBLAS_STATUS_SUCCESS) {
+        return fail(from_cublas(status), "cublasLtCreate: %s", cublasLtGetStatusName(status));
+    }
+    // The first of several pieces, and the last.
+    auto sizes = [](int count, int piece) {
+        return count <= piece || count % piece == 0 ? std::vector<int>{std::min(count, piece)}
+                                                    : std::vector<int>{piece, count % piece};
+    };
+    auto add = [&](GemmKind kind, int rows, int columns, bool aligned) {
+        if (find_gemm(plan, kind, rows, columns, aligned)) return true;
+        plan.gemms.push_back({kind, rows, columns, aligned});
+        status = gemm_create(plan.gemms.back(), plan);
+        if (status == CUBLAS_STATUS_SUCCESS) return true;
+        plan.gemms.back().candidates.clear();
+        if (!aligned) return true;  // runs that need it will be refused
+        const char *const names[] = {"logits", "dX", "dW"};
+        fail(from_cublas(status), "cuBLASLt: %s: %d rows, %d columns, C %d, %zu bytes of scratch: %s", names[kind],
+             rows, columns, p.C, plan.gemm_bytes, cublasLtGetStatusName(status));
+        return false;
+    };
+    const std::vector<int> widths = p.C > 0 && p.V > 0 ? sizes(p.V, plan.columns) : std::vector<int>();
+    for (bool aligned : {true, false}) {
+        for (int rows : sizes(p.N, plan.rows)) {
+            for (int columns : widths) {
+                for (int part : sizes(rows, plan.way == LM_HEAD_VOCABULARY ? rows : plan.part_rows)) {
+                    if (!add(GEMM_LOGITS, part, columns, aligned)) return from_cublas(status);
+                    if (p.dX && !add(GEMM_DX, part, columns, aligned)) return from_cublas(status);
+                }
+                if (p.dW && !add(GEMM_DW, rows, columns, aligned)) return from_cublas(status);
+            }
+        }
+    }
+    if (!plan.overlap) return cudaSuccess;
+    int least = 0, greatest = 0;
+    error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    if (error == cudaSuccess) {
+        error = cudaStreamCreateWithPriority(&plan.side, cudaStreamNonBlocking, p.tuning.urgent ? greatest : least);
+    }
+    const size_t count = plan.way == LM_HEAD_VOCABULARY ? 2 : ceil_div(plan.rows, plan.part_rows) + 1;
+    for (std::vector<cudaEvent_t> *events : {&plan.made, &plan.done}) {
+        while (error == cudaSuccess && events->size() < count) {
+            cudaEvent_t event = nullptr;
+            error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+            if (error == cudaSuccess) events->push_back(event);
+        }
+    }
+    return error == cudaSuccess ? error : fail(error, "a stream and its events: %s", cudaGetErrorString(error));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// launchers
+
+// A run:  dX (N, C) floatX, dW (V, C) and dbias (V) gradX, to which is added, losses (N) and lse (N) float;
+// X (N, C), W (V, C) and bias (V) floatX, targets (N) int32, dlosses (N) float; status one status word; workspace
+// plan.bytes. Row-major, device memory, aligned to their element only, none overlapping another. Which of dX, dW, dbias
+// and bias there are, the plan says: those are not null, the others are. losses, lse, dlosses (1) and status may be
+// null. What the workspace holds does not matter, before or after. W may be the embedding's table: then dW is its
+// gradient's first part, to which encoder_backward adds the other.
+//
+// Targets, options and rows that are not finite are as in classifier_fused.cu. Rows that are ignored have no part in
+// any gradient, if what X holds there is finite. A bad target makes its row of dX and, as it is a term of each of their
+// sums, all of dW and dbias NaN. V = 0: dX is 0. N = 0: nothing is done. C = 0: the logits are the bias, or 0.
+//
+// Sums over the vocabulary or the rows are made in float, in any order that cuBLASLt's algorithm has, and rounded once:
+// in a dW or dbias of 16 bits, what was there plus the sum over all rows. The same plan gives the same bits each time:
+// its algorithms use no atomics.
+//
+// Nothing is allocated and nobody waited for: a run is launches, in the order of `stream` (those on the plan's own
+// stream begin behind what is in `stream` and end before what follows), so that it can be captured in a CUDA graph.
+// Returns cudaErrorInvalidValue for pointers that are not as the plan says, or what a launch or cuBLASLt returned.
+//
+// Sources: chunks of rows with the gradient formed in place of the logits are Liger Kernel's fused linear cross
+// entropy; statistics first, then tiles of the vocabulary whose logits are made again, are Cut Cross-Entropy's (Wijmans
+// et al. 2024); the classifier between the products is llm.c's.
+template <typename floatX, typename gradX>
+struct LmHeadArguments {
+    floatX *dX;
+    gradX *dW, *dbias;
+    float *losses, *lse;
+    const floatX *X, *W, *bias;
+    const int *targets;
+    const float *dlosses;
+    status_word *status;
+    char *workspace;
+};
+
+template <typename floatX, typename gradX>
+using LmHeadLauncher = cudaError_t (*)(const LmHead &plan, const LmHeadArguments<floatX, gradX> &args,
+                                       cudaStream_t stream);
+
+// What all ways have in common, for a run: where things are, and the products.
+template <typename floatX, typename gradX>
+struct LmHeadRun {
+    const LmHead &plan;
+    LmHeadArguments<floatX, gradX> args;
+    char *workspace;
+    bool aligned;
+
+    LmHeadRun(const LmHead &plan, const LmHeadArguments<floatX, gradX> &args) : plan(plan), args(args) {
+        workspace = (char *)(((uintptr_t)args.workspace + 255) / 256 * 256);
+        const size_t C = plan.problem.C;
+        uintptr_t all = (uintptr_t)args.X | (uintptr_t)args.W | (uintptr_t)args.bias | (uintptr_t)args.dX;
+        all |= (uintptr_t)args.dW;
+        if (plan.blocks() > 1) all |= plan.rows * C * sizeof(floatX);
+        if (plan.way == LM_HEAD_ROWS && plan.part_rows < plan.rows) all |= plan.part_rows * C * sizeof(floatX);
+        if (plan.tiles() > 1) all |= plan.columns * C * sizeof(floatX) | plan.columns * sizeof(floatX);
+        aligned = all % 16 == 0;
+    }
+
+    int rows_of(int block) const { return std::min(plan.rows, plan.problem.N - block * plan.rows); }
+    int columns_of(int tile) const { return std::min(plan.columns, plan.problem.V - tile * plan.columns); }
+    floatX *logits(int buffer) const {
+        return (floatX *)(workspace + plan.logits) + (size_t)buffer * plan.rows * plan.P;
+    }
+    template <typename T>
+    T *part(size_t begin) const {
+        return (T *)(workspace + begin);
+    }
+
+    // Whether there is an algorithm for every product.
+    bool possible() const {
+        for (const Gemm &gemm : plan.gemms) {
+            if (gemm.aligned == aligned && gemm.candidates.empty()) return false;
+        }
+        return true;
+    }
+
+    // Of `count` rows from `row` on, and a tile.
+    cudaError_t make_logits(floatX *logits, size_t row, int count, int tile, cudaStream_t stream) const {
+        const int C = plan.problem.C, columns = columns_of(tile);
+        const floatX *const bias = args.bias ? args.bias + (size_t)tile * plan.columns : nullptr;
+        if (columns == 0) return cudaSuccess;
+        if (C == 0) {
+            lm_head_no_channels_kernel<floatX><<<count, 256, 0, stream>>>(logits, bias, columns, plan.P);
+            return cudaGetLastError();
+        }
+        const Gemm *const gemm = find_gemm(plan, GEMM_LOGITS, count, columns, aligned);
+        return gemm_run(plan, *gemm, logits, args.W + (size_t)tile * plan.columns * C, args.X + row * C, bias, 0,
+                        workspace, stream);
+    }
+
+    // first: nothing of these rows' dX is there yet.
+    cudaError_t make_dX(const floatX *dlogits, size_t row, int count, int tile, bool first, cudaStream_t stream) const {
+        const int C = plan.problem.C, columns = columns_of(tile);
+        if (!args.dX || C == 0 || columns == 0) return cudaSuccess;
+        void *const dX = plan.float_dX() ? part<void>(plan.dX) : args.dX + row * C;
+        const Gemm *const gemm = find_gemm(plan, GEMM_DX, count, columns, aligned);
+        return gemm_run(plan, *gemm, dX, args.W + (size_t)tile * plan.columns * C, dlogits, nullptr, first ? 0 : 1,
+                        workspace, stream);
+    }
+
+    cudaError_t add_dW(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
+        const int C = plan.problem.C, columns = columns_of(tile);
+        if (!args.dW || C == 0 || columns == 0) return cudaSuccess;
+        void *const dW = plan.sums_rows() ? part<void>(plan.dW) : args.dW + (size_t)tile * plan.columns * C;
+        const Gemm *const gemm = find_gemm(plan, GEMM_DW, count, columns, aligned);
+        return gemm_run(plan, *gemm, dW, args.X + row * C, dlogits, nullptr, plan.sums_rows() && row == 0 ? 0 : 1,
+                        workspace, stream);
+    }
+
+    cudaError_t add_dbias(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
+        const unsigned columns = columns_of(tile), slices = plan.row_slices();
+        if (!args.dbias || columns == 0) return cudaSuccess;
+        float *const sums = part<float>(plan.slices);
+        const dim3 grid(ceil_div(columns, WARP_SIZE * (unsigned)Packed128<floatX>::size), slices);
+        lm_head_columns_kernel<floatX><<<grid, 1024, 0, stream>>>(sums, dlogits, count, columns, plan.P);
+        const unsigned grid_size = ceil_div(columns, 256u);
+        if (plan.sums_rows()) {
+            lm_head_slices_kernel<float>
+                <<<grid_size, 256, 0, stream>>>(part<float>(plan.dbias), sums, columns, slices, row > 0);
+        } else {
+            lm_head_slices_kernel<gradX>
+                <<<grid_size, 256, 0, stream>>>(args.dbias + (size_t)tile * plan.columns, sums, columns, slices, true);
+        }
+        return cudaGetLastError();
+    }
+
+    // out = sums, or out += sums.
+    template <typename T>
+    static cudaError_t round(T *out, const float *sums, long long count, bool add, cudaStream_t stream) {
+        if (count == 0) return cudaSuccess;
+        const bool wide = vector_width(4, count, out) == 4;
+        int block_size = 256;
+        const long long vectors = wide ? count / 4 : count;
+        const unsigned grid_size = grid_blocks(vectors, &block_size);
+        if (wide) {
+            lm_head_round_kernel<T, 4><<<grid_size, block_size, 0, stream>>>(out, sums, vectors, add);
+        } else {
+            lm_head_round_kernel<T, 1><<<grid_size, block_size, 0, stream>>>(out, sums, vectors, add);
+        }
+        return cudaGetLastError();
+    }
+
+    // What is behind all blocks: the sums over them that were kept in float.
+    cudaError_t add_sums(cudaStream_t stream) const {
+        const LmHeadProblem &p = plan.problem;
+        cudaError_t error = cudaSuccess;
+        if (!plan.sums_rows()) return error;
+        if (args.dW) error = round(args.dW, part<float>(plan.dW), (long long)p.V * p.C, true, stream);
+        if (args.dbias && error == cudaSuccess) error = round(args.dbias, part<float>(plan.dbias), p.V, true, stream);
+        return error;
+    }
+
+    // launch(args, softcap, extras) with the classifier's arguments for `count` rows from `row` on, whose logits these
+    // are. Bad targets have been reported.
+    template <typename Launch>
+    cudaError_t classify(floatX *logits, size_t row, int count, Launch launch) const {
+        const LmHeadProblem &p = plan.problem;
+        return classifier_launch<floatX>(plan.gradient() ? logits : nullptr, args.losses ? args.losses + row : nullptr,
+                                         args.lse ? args.lse + row : nullptr, nullptr, nullptr, logits,
+                                         args.targets + row, args.dlosses ? args.dlosses + row : nullptr, nullptr,
+                                         count, p.V, p.V, p.options,
+                                         [&](ClassifierArguments<floatX> arguments, auto softcap, auto extras) {
+                                             arguments.P = plan.P;
+                                             return launch(arguments, softcap, extras);
+                                         });
+    }
+
+    // The fused classifier, in place.
+    cudaError_t classify_fused(floatX *logits, size_t row, int count, cudaStream_t stream) const {
+        const LmHeadProblem &p = plan.problem;
+        const auto *version = find_version(classifier_fused_versions<floatX>, p.tuning.classifier);
+        return version->launch(plan.gradient() ? logits : nullptr, args.losses ? args.losses + row : nullptr,
+                               args.lse ? args.lse + row : nullptr, nullptr, nullptr, logits, args.targets + row,
+                               args.dlosses ? args.dlosses + row : nullptr, nullptr, count, p.V, plan.P, p.options,
+                               version->block_size, stream);
+    }
+};
+
+// Does one step after the other, until one fails.
+struct Steps {
+    cudaError_t error = cudaSuccess;
+    template <typename Step>
+    void then(Step step) {
+        if (error == cudaSuccess) error = step();
+    }
+};
+
+// The classifier in three kernels.
+template <typename floatX, typename gradX>
+cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t stream) {
+    floatX *const logits = run.logits(0);
+    float *const probs = run.template part<float>(run.plan.probs);
+    OnlineSoftmax *const seen = run.template part<OnlineSoftmax>(run.plan.seen);
+    const int N = run.plan.problem.N;
+    const unsigned grid_size = ceil_div((unsigned)N, 256u);
+    Steps steps;
+    steps.then([&] { return run.make_logits(logits, 0, N, 0, stream); });
+    steps.then([&] {
+        return run.classify(logits, 0, N, [&](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+            lm_head_softmax_kernel<floatX, softcap.value, extras.value><<<N, 512, 0, stream>>>(probs, seen, args);
+            lm_head_loss_kernel<floatX, softcap.value, extras.value><<<grid_size, 256, 0, stream>>>(seen, args);
+            if (args.dlogits) {
+                lm_head_gradient_kernel<floatX, softcap.value, extras.value><<<N, 512, 0, stream>>>(probs, seen, args);
+            }
+            return cudaGetLastError();
+        });
+    });
+    steps.then([&] { return run.make_dX(logits, 0, N, 0, true, stream); });
+    steps.then([&] { return run.add_dW(logits, 0, N, 0, stream); });
+    steps.then([&] { return run.add_dbias(logits, 0, N, 0, stream); });
+    return steps.error;
+}
+
+// Blocks of rows, one or more. Overlapping, a block is classified in parts: the first while the logits of the next one
+// are made, the last while dX is made of the others. dW has the block as a whole, since each addition to it costs.
+template <typename floatX, typename gradX>
+cudaError_t lm_head_by_rows(const LmHeadRun<floatX, gradX> &run, cudaStream_t stream) {
+    const LmHead &plan = run.plan;
+    const cudaStream_t side = plan.overlap ? plan.side : stream;
+    floatX *const logits = run.logits(0);
+    Steps steps;
+    for (int block = 0; block < plan.blocks(); block++) {
+        const size_t first = (size_t)block * plan.rows;
+        const int rows = run.rows_of(block), parts = ceil_div(rows, plan.part_rows);
+        auto rows_of = [&](int part) { return std::min(plan.part_rows, rows - part * plan.part_rows); };
+        auto row_of = [&](int part) { return first + (size_t)part * plan.part_rows; };
+        auto logits_of = [&](int part) { return logits + (size_t)part * plan.part_rows * plan.P; };
+        // What `next` does in its stream waits for what is in `before` now.
+        auto wait = [&](const std::vector<cudaEvent_t> &events, int part, cudaStream_t before, cudaStream_t next) {
+            if (!plan.overlap) return;
+            steps.then([&] { return cudaEventRecord(events[part], before); });
+            steps.then([&] { return cudaStreamWaitEvent(next, events[part], 0); });
+        };
+        for (int part = 0; part < parts; part++) {
+            steps.then([&] { return run.make_logits(logits_of(part), row_of(part), rows_of(part), 0, stream); });
+            wait(plan.made, part, stream, side);
+            steps.then([&] { return run.classify_fused(logits_of(part), row_of(part), rows_of(part), side); });
+            if (plan.overlap) steps.then([&] { return cudaEventRecord(plan.done[part], side); });
+        }
+        steps.then([&] { return run.add_dbias(logits, first, rows, 0, side); });
+        for (int part = 0; part < parts; part++) {
+            if (plan.overlap) steps.then([&] { return cudaStreamWaitEvent(stream, plan.done[part], 0); });
+            steps.then([&] { return run.make_dX(logits_of(part), row_of(part), rows_of(part), 0, true, stream); });
+        }
+        steps.then([&] { return run.add_dW(logits, first, rows, 0, stream); });
+        if (run.args.dbias) wait(plan.done, parts, side, stream);
+    }
+    steps.then([&] { return run.add_sums(stream); });
+    return steps.error;
+}
+
+// Goes through steps 0..count-1: make(i, stream) a block or tile of logits, look(i, stream) at it, use(i, stream) it.
+// Overlapping, look() is on the side: while it looks at step i, the products of step i-1 are used and those of step i+1
+// made. So there have to be two buffers; what makes step i+1 comes behind all that looked at step i-1 or used it.
+template <typename Make, typename Look, typename Use>
+cudaError_t lm_head_steps(const LmHead &plan, int count, cudaStream_t stream, Make make, Look look, Use use) {
+    Steps steps;
+    for (int i = 0; i < count; i++) {
+        if (!plan.overlap) {
+            steps.then([&] { return make(i, stream); });
+            steps.then([&] { return look(i, stream); });
+            steps.then([&] { return use(i, stream); });
+            continue;
+        }
+        for (int next = i == 0 ? 0 : i + 1; next <= i + 1 && next < count; next++) {
+            const cudaEvent_t made = plan.made[next % 2], done = plan.done[next % 2];
+            steps.then([&] { return make(next, stream); });
+            steps.then([&] { return cudaEventRecord(made, stream); });
+            steps.then([&] { return cudaStreamWaitEvent(plan.side, made, 0); });
+            steps.then([&] { return look(next, plan.side); });
+            steps.then([&] { return cudaEventRecord(done, plan.side); });
+        }
+        steps.then([&] { return cudaStreamWaitEvent(stream, plan.done[i % 2], 0); });
+        steps.then([&] { return use(i, stream); });
+    }
+    return steps.error;
+}
+
+// Tiles of the vocabulary, twice; the second time in the opposite order, so that the tiles that the first pass left in
+// the buffers are not made again.
+template <typename floatX, typename gradX>
+cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStream_t stream) {
+    const LmHead &plan = run.plan;
+    const LmHeadProblem &p = plan.problem;
+    TiledRow *const seen = run.template part<TiledRow>(plan.seen);
+    ClassifierGradient *const gradients =
+        plan.gradient() ? run.template part<ClassifierGradient>(plan.gradients) : nullptr;
+    const int tiles = plan.tiles();
+    auto logits = [&](int tile) { return run.logits(tile % plan.buffers); };
+    // About four vectors a thread.
+    const int vectors = ceil_div(plan.columns, (int)Packed128<floatX>::size);
+    const int block_size = std::clamp(ceil_div(vectors, 4 * WARP_SIZE) * WARP_SIZE, WARP_SIZE, 512);
+    Steps steps;
+    for (int block = 0; block < plan.blocks(); block++) {
+        const int rows = run.rows_of(block);
+        const size_t row = (size_t)block * plan.rows;
+        auto make = [&](int tile, cudaStream_t s) { return run.make_logits(logits(tile), row, rows, tile, s); };
+        steps.then([&] {
+            auto look = [&](int tile, cudaStream_t s) {
+                return run.classify(logits(tile), row, rows, [&](const auto &args, auto softcap, auto extras) {
+                    lm_head_statistics_kernel<floatX, softcap.value, extras.value>
+                        <<<rows, block_size, 0, s>>>(seen, args, (unsigned)tile * plan.columns, run.columns_of(tile));
+                    return cudaGetLastError();
+                });
+            };
+            return lm_head_steps(plan, tiles, stream, make, look, [](int, cudaStream_t) { return cudaSuccess; });
+        });
+        steps.then([&] {
+            return run.classify(logits(0), row, rows, [&](const auto &args, auto softcap, auto extras) {
+                lm_head_finish_kernel<floatX, softcap.value, extras.value>
+                    <<<ceil_div((unsigned)rows, 128u), 128, 0, stream>>>(gradients, seen, args);
+                return cudaGetLastError();
+            });
+        });
+        if (!plan.gradient()) continue;
+        steps.then([&] {
+            auto tile_of = [&](int step) { return tiles - 1 - step; };
+            auto make_again = [&](int step, cudaStream_t s) {
+                return step < plan.buffers ? cudaSuccess : make(tile_of(step), s);
+            };
+            auto look = [&](int step, cudaStream_t s) {
+                const int tile = tile_of(step);
+                floatX *const x = logits(tile);
+                const cudaError_t error = run.classify(x, row, rows, [&](const auto &args, auto softcap, auto extras) {
+                    lm_head_tile_kernel<floatX, softcap.value, extras.value><<<rows, block_size, 0, s>>>(
+                        gradients, args, (unsigned)tile * plan.columns, run.columns_of(tile));
+                    return cudaGetLastError();
+                });
+                return error == cudaSuccess ? run.add_dbias(x, row, rows, tile, s) : error;
+            };
+            auto use = [&](int step, cudaStream_t s) {
+                const int tile = tile_of(step);
+                const cudaError_t error = run.make_dX(logits(tile), row, rows, tile, step == 0, s);
+                return error == cudaSuccess ? run.add_dW(logits(tile), row, rows, tile, s) : error;
+            };
+            return lm_head_steps(plan, tiles, stream, make_again, look, use);
+        });
+        if (plan.float_dX()) {
+            steps.then([&] {
+                return run.round(run.args.dX + row * p.C, run.template part<float>(plan.dX), (long long)rows * p.C,
+                                 false, stream);
+            });
+        }
+    }
+    return steps.error;
+}
+
+// Runs a plan: any version's, since the plan knows its way.
+template <typename floatX, typename gradX>
+cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
+    const LmHeadProblem &p = plan.problem;
+    if (p.N == 0) return cudaSuccess;
+    const bool as_planned = (args.dX != nullptr) == p.dX && (args.dW != nullptr) == p.dW &&
+                            (args.dbias != nullptr) == p.dbias && (args.bias != nullptr) == p.bias;
+    const bool has_inputs = (args.X || p.C == 0) && (args.W || p.C == 0 || p.V == 0) && args.targets && args.workspace;
+    if (!as_planned || !has_inputs || lm_head_size(p.type) != sizeof(floatX)) return cudaErrorInvalidValue;
+    const LmHeadRun<floatX, gradX> run(plan, args);
+    if (!run.possible()) return cudaErrorNotSupported;
+    if (args.status) {
+        lm_head_targets_kernel<<<ceil_div((unsigned)p.N, 256u), 256, 0, stream>>>(args.status, args.targets, p.N, p.V,
+                                                                                  p.options.ignore_index);
+        const cudaError_t error = cudaGetLastError();
+        if (error != cudaSuccess) return error;
+    }
+    if (args.dX && p.V == 0 && p.C > 0) {
+        const cudaError_t error = cudaMemsetAsync(args.dX, 0, (size_t)p.N * p.C * sizeof(floatX), stream);
+        if (error != cudaSuccess) return error;
+    }
+    switch (plan.way) {
+        case LM_HEAD_TEXTBOOK:
+            return lm_head_textbook(run, stream);
+        case LM_HEAD_ROWS:
+            return lm_head_by_rows(run, stream);
+        default:
+            return lm_head_by_vocabulary(run, stream);
+    }
+}
+
+// Tries the algorithms that cuBLASLt proposes for each product, on the run's own memory, and remembers the fastest. The
+// exception among these functions: it waits for the stream, and dX, dW and the workspace hold anything afterwards, so
+// its place is before the first run. Without it, a plan takes what cuBLASLt proposes first. add: sums are added to what
+// is there, as runs do it.
+template <typename floatX, typename gradX>
+cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream,
+                         bool add = true) {
+    constexpr int rounds = 4;  // of which the first is a warm-up
+    const LmHeadRun<floatX, gradX> run(plan, args);
+    cudaEvent_t start = nullptr, stop = nullptr;
+    cudaError_t error = cudaEventCreate(&start);
+    if (error == cudaSuccess) error = cudaEventCreate(&stop);
+    for (Gemm &gemm : plan.gemms) {  // the logits come first: the other products have numbers to work on then
+        if (gemm.aligned != run.aligned || gemm.candidates.size() < 2) continue;
+        const bool logits = gemm.kind == GEMM_LOGITS;
+        void *const dX = plan.float_dX() ? run.template part<void>(plan.dX) : args.dX;
+        void *const dW = plan.sums_rows() ? run.template part<void>(plan.dW) : args.dW;
+        void *const d = logits ? run.logits(0) : gemm.kind == GEMM_DX ? dX : dW;
+        const void *const a = gemm.kind == GEMM_DW ? args.X : args.W;
+        const void *const b = logits ? (const void *)args.X : run.logits(0);
+        const bool adds = add && (gemm.kind == GEMM_DW || (gemm.kind == GEMM_DX && plan.tiles() > 1));
+        const size_t count = gemm.candidates.size();
+        std::vector<float> best(count, INFINITY);
+        for (int round = 0; round < rounds; round++) {
+            for (gemm.chosen = 0; error == cudaSuccess && gemm.chosen < count; gemm.chosen++) {
+                float milliseconds = INFINITY;
+                cudaEventRecord(start, stream);
+                const bool ran = gemm_run(plan, gemm, d, a, b, logits ? args.bias : nullptr, adds ? 1 : 0,
+                                          run.workspace, stream) == cudaSuccess;
+                cudaGetLastError();  // what one that cannot run may leave behind
+                cudaEventRecord(stop, stream);
+                error = cudaEventSynchronize(stop);
+                if (error == cudaSuccess && ran) error = cudaEventElapsedTime(&milliseconds, start, stop);
+                float &mine = best[gemm.chosen];
+                if (round > 0) mine = std::min(mine, milliseconds);
+            }
+        }
+        gemm.chosen = std::min_element(best.begin(), best.end()) - best.begin();
+        if (error != cudaSuccess) break;
+    }
+    if (start) cudaEventDestroy(start);
+    if (stop) cudaEventDestroy(stop);
+    return error;
+}
+
+template <typename floatX, typename gradX>
+constexpr Version<LmHeadLauncher<floatX, gradX>> lm_head_versions[] = {
+    {1, "textbook", "all logits; softmax, loss and gradient in kernels of their own", lm_head<floatX, gradX>, 512,
+     SAME_AT_A_BLOCK_SIZE},
+    {2, "fused", "all logits, and the fused classifier", lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
+    {3, "rows", "blocks of rows, so that scratch is bounded", lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
+    {4, "vocabulary", "tiles of the vocabulary, whose logits are made twice", lm_head<floatX, gradX>, 512,
+     SAME_AT_A_BLOCK_SIZE},
+    {5, "planned", "the way and its sizes from the budget and the L2; the classifier beside the products",
+     lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+#ifndef BOOKENDS_NO_MAIN
+#include <memory>
+
+#include "dev/harness.h"
+
+template <typename T>
+constexpr cudaDataType_t type_of() {
+    return std::is_same_v<T, float> ? CUDA_R_32F : std::is_same_v<T, half> ? CUDA_R_16F : CUDA_R_16BF;
+}
+
+// Uniform in [-scale, scale), then rounded to floatX.
+template <typename floatX>
+struct ScaledValues {
+    Values<float> values;
+    float scale;
+    __host__ __device__ floatX operator[](long long i) const { return (floatX)(values[i] * scale); }
+};
+
+// What the check has for dlosses: the gradients of rows that the reference doesn't know are 0, so that dW is the sum
+// over those that it knows: every step-th. All of them would take it hours at large shapes.
+struct CheckedRows {
+    long long step;
+    __host__ __device__ bool known(long long r) const { return r % step == 0; }
+    __host__ __device__ float operator[](long long r) const { return known(r) ? 0.5f * (float)(1 + r / step % 3) : 0; }
+};
+
+// A row that the reference knows: its results, dlogits as they are rounded, and how far each may be off.
+struct KnownRow {
+    double loss = 0, lse = 0, of_loss = 0, of_lse = 0;
+    std::vector<float> dlogits, slack;
+};
+
+template <typename floatX>
+struct LmHeadReference {
+    int C, V;
+    bool tf32;
+    ClassifierOptions options;
+    ScaledValues<floatX> X_values, W_values, bias_values;
+    bool has_bias;
+    CheckedRows rows;
+    std::vector<float> W, bias;
+    std::vector<float> X;  // of the known rows
+    std::vector<KnownRow> known;
+
+    // Float arithmetic's own share of what results may be off, in roundings U, as in classifier_fused.cu; beside it a
+    // logit's float sum may be on the other side of a rounding to floatX, or two of them.
+    static constexpr double U = 0x1p-24;
+
+    // A sum of `count` terms whose squares' root is `size` and whose sizes add up to `all`, in whatever order a product
+    // adds: sums in order round once a term, with either sign; tensor cores cut off two roundings each 16 terms.
+    static double of_sum(double count, double size, double all) {
+        return U * (count / 8 + 8 * sqrt(count) + 16) * std::min(4 * size, all);
+    }
+
+    void prepare(long long N, const int *targets) {
+        const long long count = ceil_div(N, rows.step);
+        W.resize((size_t)V * C);
+        X.resize(count * C);
+        known.resize(count);
+        Harness::in_pieces(V, [&](size_t from, size_t to) {
+            for (size_t i = from * C; i < to * C; i++) W[i] = (float)W_values[i];
+        });
+        for (int j = 0; has_bias && j < V; j++) bias.push_back((float)bias_values[j]);
+        Harness::in_pieces(count, [&](size_t from, size_t to) {
+            for (size_t k = from; k < to; k++) prepare_row(k, targets[k * rows.step]);
+        });
+    }
+
+    void prepare_row(size_t k, int target) {
+        KnownRow &row = known[k];
+        float *const x = &X[k * C];
+        for (int c = 0; c < C; c++) x[c] = (float)X_values[(k * rows.step) * C + c];
+        std::vector<double> logits(V), moved(V), dlogits(V), probs(V), z(V);
+        lm_head_logits_cpu(logits.data(), moved.data(), x, W.data(), has_bias ? bias.data() : nullptr, C, V);
+        const double scale = options.logit_scale, cap = options.softcap, eps = options.label_smoothing;
+        for (int j = 0; j < V; j++) {  // moved: how far z may be off
+            const double off = of_sum(C, moved[j], INFINITY) + (tf32 ? 8 * 0x1p-10 * moved[j] : 0);
+            const double exact = logits[j];
+            logits[j] = nearest<floatX>(exact);
+            const double high = nearest<floatX>(exact + off), low = nearest<floatX>(exact - off);
+            moved[j] = fabs(scale) * std::max(high - logits[j], logits[j] - low);
+        }
+        const ClassifierRow r = classifier_fused_cpu(dlogits.data(), probs.data(), z.data(), logits.data(), target,
+                                                     options.dloss * rows[k * rows.step], V, options);
+        row.loss = r.loss;
+        row.lse = r.lse;
+        double of_lse = 0, mean_moved = 0;
+        for (int j = 0; j < V; j++) {
+            of_lse += 1.2 * probs[j] * expm1(moved[j]);
+            mean_moved += moved[j] / V;
+        }
+        const double exponential = 6 + 6 * cap, sum = exponential + 3 * r.distance + V / 32.0 + 32;
+        const double of_log = sum + 3 * fabs(r.lse - r.max);
+        row.of_lse = U * (of_log + 4 * fabs(r.max) + fabs(r.lse)) + of_lse;
+        const bool ignored = target == options.ignore_index;
+        if (!ignored) {
+            const double first = fabs(z[target] - z[0]), to_target = fabs(r.max - z[target]) + first;
+            const double of_mean = of_log + 8 * to_target + (V / 32.0 + 36) * (r.spread + first);
+            const double of_loss = (1 - eps) * (of_log + 6 * cap + 8 * to_target) + eps * of_mean + 4 * fabs(r.loss);
+            const double z_loss = fabs((double)options.z_loss * r.lse);
+            row.of_loss = U * (of_loss + 4 * z_loss * fabs(r.lse)) + 2 * z_loss * row.of_lse + of_lse;
+            row.of_loss += (1 - eps) * moved[target] + eps * mean_moved;
+        }
+        row.dlogits.resize(V);
+        row.slack.resize(V);
+        const double unit = fabs(options.dloss * rows[k * rows.step] * scale);
+        const double a = fabs(1 + 2 * options.z_loss * r.lse);
+        const double of_a = 2 * fabs((double)options.z_loss) * row.of_lse + 4 * U * a;
+        for (int j = 0; j < V; j++) {
+            const double of_p =
+                probs[j] * (U * (exponential + 3 * (r.max - z[j]) + sum + 8) + expm1(moved[j]) + of_lse);
+            const double slope = cap > 0 ? 1 - z[j] / cap * (z[j] / cap) : 1;
+            double of_slope = U, off = a * (of_p + 0x1p-126) + of_a * probs[j] + 4 * U * (eps / V + (j == target));
+            if (cap > 0) {
+                of_slope = U * (16 + 8 * fabs(scale * logits[j] / cap)) + expm1(2 * moved[j] / cap);
+                off *= 1 + expm1(2 * moved[j] / cap);
+            }
+            off = unit * slope * off + of_slope * fabs(dlogits[j]) + unit * 0x1p-122;
+            const double value = nearest<floatX>(dlogits[j]);
+            const double high = nearest<floatX>(dlogits[j] + off), low = nearest<floatX>(dlogits[j] - off);
+            row.dlogits[j] = (float)value;
+            row.slack[j] = ignored ? 0 : (float)std::max(high - value, value - low);
+        }
+    }
+
+    // A sum over `count` terms factors(i) * rows[i], which is added to what `expected` holds.
+    template <typename Factor>
+    void add_product(Expected &expected, const float *matrix, long long count, Factor factor) const {
+        std::vector<double> sum(C), squares(C), all(C);
+        for (long long i = 0; i < count; i++) {
+            const std::pair<double, double> f = factor(i);  // and how far it may be off
+            const float *const m = matrix + i * C;
+            if (f.first == 0 && f.second == 0) continue;
+            for (int c = 0; c < C; c++) {
+                const double term = f.first * (double)m[c], size = fabs(term);
+                sum[c] += term;
+                squares[c] += term * term;
+                all[c] += size;
+                expected.slack[c] += f.second * fabs((double)m[c]);
+            }
+        }
+        for (int c = 0; c < C; c++) {
+            const double before = fabs(expected.value[c]);
+            const double off = tf32 ? 8 * 0x1p-10 * sqrt(squares[c]) : 0;
+            expected.slack[c] += off + of_sum(count, sqrt(squares[c]) + before, all[c] + before);
+            expected.value[c] += sum[c];
+        }
+    }
+};
+
+// MiB, or a share of the logits, in bytes; 0 if the text is neither.
+inline double parse_memory(const std::string &text, double logits_bytes) {
+    char *end = nullptr;
+    const double value = strtod(text.c_str(), &end);
+    const bool plain = !text.empty() && text[strspn(text.c_str(), "0123456789.")] == *end;
+    if (!plain || !(value > 0) || value > 1e9) return 0;
+    if (*end == '\0') return value * 0x1p20;
+    return strcmp(end, "%") == 0 ? value / 100 * logits_bytes : 0;
+}
+
+template <typename floatX, typename gradX>
+void lm_head_race(Harness &h) {
+    const int B = h.dim('b'), T = h.dim('t'), C = h.dim('c'), V = h.dim('v');
+    const long long rows = (long long)B * T;
+    if (rows > INT32_MAX) h.refuse(EXIT_BAD_INPUT, "B*T: %lld rows are more than %d (-b, -t)", rows, INT32_MAX);
+    if (h.flag("--tf32") && h.dtype != "fp32") {
+        h.refuse(EXIT_BAD_INPUT, "--tf32: the products of %s have no use for it; it goes with --dtype fp32",
+                 h.dtype.c_str());
+    }
+    const int N = (int)rows;
+    LmHeadProblem problem;
+    ClassifierOptions &options = problem.options;
+    options.logit_scale = (float)h.number("--logit-scale");
+    options.softcap = (float)h.number("--softcap");
+    options.label_smoothing = (float)h.number("--label-smoothing");
+    options.z_loss = (float)h.number("--z-loss");
+    if (!valid_options(options)) {
+        h.refuse(EXIT_BAD_INPUT, "--softcap: '%g' is too small for a --logit-scale of %g", options.softcap,
+                 options.logit_scale);
+    }
+    const std::string gradients = h.choice("--gradients"), way = h.choice("--way");
+    const bool forward = h.flag("--forward"), wants_lse = h.flag("--lse");
+    problem.N = N;
+    problem.C = C;
+    problem.V = V;
+    problem.type = type_of<floatX>();
+    problem.gradient_type = type_of<gradX>();
+    problem.dX = !forward && gradients != "dw";
+    problem.dW = !forward && gradients != "dx";
+    problem.bias = h.flag("--bias");
+    problem.dbias = problem.bias && problem.dW;
+    problem.tf32 = h.flag("--tf32");
+    problem.tuning.overlap = h.choice("--overlap") == "on";
+    problem.tuning.way = way == "auto" ? -1 : way == "rows" ? LM_HEAD_ROWS : LM_HEAD_VOCABULARY;
+    problem.tuning.parts = (int)h.number("--parts");
+    problem.tuning.columns = (int)h.number("--columns");
+    problem.tuning.gemm_sms = (int)h.number("--gemm-sms");
+    problem.tuning.classifier = (int)h.number("--classifier");
+
+    // The points: budgets. A share that is too small means the least that makes sense.
+    const double logits_bytes = (double)N * V * sizeof(floatX);
+    const bool sweep = h.choice("--sweep") == "memory";
+    std::vector<std::string> budgets = {h.text("--memory")};
+    if (parse_memory(budgets[0], logits_bytes) == 0) {
+        h.refuse(EXIT_BAD_INPUT, "--memory: '%s' is neither MiB nor a share of the logits, like 64 or 10%%",
+                 budgets[0].c_str());
+    }
+    if (sweep) budgets = {"100%", "50%", "25%", "10%", "5%", "2%", "1%"};
+    for (const std::string &budget : budgets) h.points.push_back("memory " + budget);
+
+    int l2 = 0;
+    cudaCheck(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
+    typedef std::shared_ptr<LmHead> Plan;
+    auto make_plan = [&](const LmHeadProblem &wanted) {
+        Plan plan(new LmHead, [](LmHead *old) {
+            lm_head_destroy(*old);
+            delete old;
+        });
+        const cudaError_t error = lm_head_create(*plan, wanted);
+        if (error != cudaSuccess && plan->rows > 0) h.refuse(EXIT_NO_DEVICE, "%s", plan->what);
+        return plan;
+    };
+    auto plans = std::make_shared<std::vector<std::vector<Plan>>>(6);
+    size_t most_bytes = 0;
+    for (int version = 1; version <= 5; version++) {
+        if (h.version != -1 && h.version != version) continue;
+        for (const std::string &budget : budgets) {
+            problem.version = version;
+            problem.memory = (size_t)std::min(parse_memory(budget, logits_bytes), 0x1p62);
+            if (budget.back() == '%' && version > 2) {
+                problem.memory = std::max(problem.memory, lm_head_least_bytes(problem, l2, true));
+            }
+            (*plans)[version].push_back(make_plan(problem));
+            most_bytes = std::max(most_bytes, (*plans)[version].back()->bytes);
+        }
+    }
+    h.skip = [=](int version) -> std::string {
+        if (sweep && version <= 2) return "it holds all the logits, whatever the budget";
+        const Plan &plan = (*plans)[version][0];
+        return plan->handle ? "" : "--memory " + budgets[0] + ": " + plan->what;
+    };
+    if (h.version > 0 && !h.skip(h.version).empty()) {  // before the inputs are made
+        h.refuse(EXIT_BAD_INPUT, "version %d: %s", h.version, h.skip(h.version).c_str());
+    }
+    h.figures = [=](int version, int point) -> std::vector<Figure> {
+        const bool known = version > 0 && !(*plans)[version].empty();
+        const Plan plan = known ? (*plans)[version][point] : nullptr;
+        const double bytes = plan ? plan->bytes : 0, share = 100 * bytes / logits_bytes;
+        char words[160] = "";
+        if (plan) {
+            const char *const ways[] = {"textbook", "rows", "vocabulary"};
+            const bool tiles = plan->way == LM_HEAD_VOCABULARY;
+            const int pieces = tiles ? plan->buffers : ceil_div(plan->rows, plan->part_rows);
+            snprintf(words, sizeof(words), "scratch %.1f%% of the logits | %s: %d x %d, %d %s%s", share,
+                     ways[plan->way], plan->rows, plan->columns, pieces, tiles ? "buffer" : "part",
+                     pieces > 1 ? "s" : "");
+        }
+        return {{"scratch_bytes", bytes, ""},
+                {"scratch_pct_of_logits", share, words},
+                {"memory_bytes", plan ? (double)plan->problem.memory : 0, ""},
+                {"block_rows", plan ? (double)plan->rows : 0, ""},
+                {"tile_columns", plan ? (double)plan->columns : 0, ""},
+                {"buffers", plan ? (double)plan->buffers : 0, ""},
+                {"part_rows", plan ? (double)plan->part_rows : 0, ""}};
+    };
+
+    const int ignore_every = (int)h.number("--ignore-every");
+    const int *targets = h.targets(N, V, ignore_every, options.ignore_index);
+    const int *host_targets = h.host_tokens.data();
+    // Products of two uniform numbers, C of them: a variance of C/9 times that of the scale.
+    const float spread = (float)(h.number("--spread") * 3 / sqrt((double)C));
+    const ScaledValues<floatX> X_values = {{1, h.seed}, 1}, W_values = {{2, h.seed}, spread};
+    const ScaledValues<floatX> bias_values = {{3, h.seed}, 1};
+    const Values<gradX> dW_values = {4, h.seed}, dbias_values = {5, h.seed};
+    const double affordable = std::min(4e9 / ((double)V * C), 2e7 / V);
+    const long long count = std::max(32LL, (long long)affordable);
+    const CheckedRows checked = {std::max(1LL, ceil_div((long long)N, count))};
+    auto reference = std::make_shared<LmHeadReference<floatX>>(LmHeadReference<floatX>{
+        C, V, problem.tf32, options, X_values, W_values, bias_values, problem.bias, checked, {}, {}, {}, {}});
+    h.prepare_references = [=] { reference->prepare(N, host_targets); };
+
+    auto expect_dX = [=](Expected &expected, long long r) {
+        std::fill(expected.value.begin(), expected.value.end(), 0.0);
+        if (!checked.known(r)) return;
+        const KnownRow &row = reference->known[r / checked.step];
+        reference->add_product(expected, reference->W.data(), V,
+                               [&](long long j) { return std::pair<double, double>(row.dlogits[j], row.slack[j]); });
+    };
+    auto expect_dW = [=](Expected &expected, long long j) {
+        for (int c = 0; c < C; c++) expected.value[c] = (double)(float)dW_values[j * C + c];
+        reference->add_product(expected, reference->X.data(), reference->known.size(), [&](long long k) {
+            return std::pair<double, double>(reference->known[k].dlogits[j], reference->known[k].slack[j]);
+        });
+    };
+    auto expect_dbias = [=](Expected &expected, long long j) {
+        double before = (double)(float)dbias_values[j], all = fabs(before);
+        expected.value[0] = before;
+        for (const KnownRow &row : reference->known) {
+            expected.value[0] += row.dlogits[j];
+            expected.slack[0] += row.slack[j];
+            all += fabs((double)row.dlogits[j]);
+        }
+        expected.slack[0] += reference->of_sum(8.0 * reference->known.size(), all, all);
+    };
+    auto expect_row = [=](Expected &expected, long long r, bool lse) {
+        expected.unknown = !checked.known(r);
+        if (expected.unknown) return;
+        const KnownRow &row = reference->known[r / checked.step];
+        expected.value[0] = lse ? row.lse : row.loss;
+        expected.slack[0] = lse ? row.of_lse : row.of_loss;
+    };
+
+    LmHeadArguments<floatX, gradX> args = {};
+    args.X = h.input(X_values, (long long)N * C);
+    args.W = h.input(W_values, (long long)V * C);
+    args.bias = problem.bias ? h.input(bias_values, V) : nullptr;
+    args.targets = targets;
+    args.status = h.status();
+    const float *const check_dlosses = h.input(checked, N);
+    if (problem.dX) args.dX = h.output<floatX>("dX", N, C, 0, expect_dX);
+    if (problem.dW) args.dW = h.output<gradX>("dW", V, C, 0, expect_dW, &dW_values);
+    if (problem.dbias) args.dbias = h.output<gradX>("dbias", V, 1, 0, expect_dbias, &dbias_values);
+    args.losses = h.output<float>("losses", N, 1, 0, [=](Expected &e, long long r) { expect_row(e, r, false); });
+    if (wants_lse)
+        args.lse = h.output<float>("lse", N, 1, 0, [=](Expected &e, long long r) { expect_row(e, r, true); });
+    char *const workspace = (char *)h.workspace(most_bytes);
+
+    // The bare products, with results of the inputs' type that are not added to anything; the logits, whatever they
+    // are, stand in for their gradient.
+    const double products = 1.0 + problem.dX + problem.dW;
+    LmHeadProblem bare = problem;
+    bare.version = 2;
+    bare.bias = bare.dbias = false;
+    bare.gradient_type = problem.type;
+    const Plan bare_plan = h.do_bench && h.version != 0 ? make_plan(bare) : nullptr;
+    LmHeadArguments<floatX, floatX> bare_args = {};
+    if (bare_plan) {
+        bare_args.X = args.X;
+        bare_args.W = args.W;
+        bare_args.targets = targets;
+        if (problem.dX) bare_args.dX = h.input(Values<floatX>(6, h.seed), (long long)N * C);
+        if (problem.dW) bare_args.dW = h.input(Values<floatX>(7, h.seed), (long long)V * C);
+        bare_args.workspace = (char *)h.input(Values<float>(8, h.seed), (long long)bare_plan->bytes / 4 + 1);
+        h.baseline.name = products == 1 ? "gemm" : "gemms";
+        h.baseline.launch = [=](cudaStream_t stream) {
+            const LmHeadRun<floatX, floatX> run(*bare_plan, bare_args);
+            floatX *const logits = run.logits(0);
+            auto product = [&](GemmKind kind, void *d, const void *a, const void *b) {
+                const Gemm *const gemm = find_gemm(*bare_plan, kind, N, V, run.aligned);
+                return gemm_run(*bare_plan, *gemm, d, a, b, nullptr, 0, run.workspace, stream);
+            };
+            cudaError_t error = product(GEMM_LOGITS, logits, bare_args.W, bare_args.X);
+            if (bare_args.dX && error == cudaSuccess) error = product(GEMM_DX, bare_args.dX, bare_args.W, logits);
+            if (bare_args.dW && error == cudaSuccess) error = product(GEMM_DW, bare_args.dW, bare_args.X, logits);
+            return error;
+        };
+    }
+
+    auto place = [=](const LmHead &plan) {  // so that what comes behind it is the guard zone
+        LmHeadArguments<floatX, gradX> here = args;
+        here.workspace = workspace + (most_bytes - plan.bytes);
+        return here;
+    };
+    h.before = [=](int version, cudaStream_t stream) {
+        for (const Plan &plan : (*plans)[version]) cudaCheck(lm_head_tune(*plan, place(*plan), stream));
+        if (bare_plan) cudaCheck(lm_head_tune(*bare_plan, bare_args, stream, false));
+    };
+    h.bytes = ((double)N * C * (1 + problem.dX) + (double)V * C) * sizeof(floatX) +
+              (problem.dW ? 2.0 * V * C * sizeof(gradX) : 0) + (2.0 + wants_lse) * N * sizeof(float);
+    h.flops = 2.0 * N * C * V * products;
+
+    // A graph, once for each plan and whether it is checked, or launches.
+    typedef std::pair<const LmHead *, bool> Key;
+    auto graphs = std::make_shared<std::vector<std::pair<Key, cudaGraphExec_t>>>();
+    const bool use_graph = h.flag("--graph");
+    h.race(lm_head_versions<floatX, gradX>,
+           [=, &h](LmHeadLauncher<floatX, gradX> launch, int point, cudaStream_t stream) -> cudaError_t {
+               const LmHead &plan = *(*plans)[h.running][point];
+               LmHeadArguments<floatX, gradX> here = place(plan);
+               here.dlosses = h.checking ? check_dlosses : nullptr;
+               cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;  // by the harness, for the hot time
+               if (use_graph) cudaCheck(cudaStreamIsCapturing(stream, &capturing));
+               if (!use_graph || capturing != cudaStreamCaptureStatusNone) return launch(plan, here, stream);
+               const Key key = {&plan, h.checking};
+               for (const auto &known : *graphs) {
+                   if (known.first == key) return cudaGraphLaunch(known.second, stream);
+               }
+               cudaGraph_t graph;
+               cudaGraphExec_t executable;
+               cudaError_t error = cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
+               if (error == cudaSuccess) error = launch(plan, here, stream);
+               const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
+               if (error == cudaSuccess) error = ended;
+               if (error == cudaSuccess) error = cudaGraphInstantiate(&executable, graph, 0);
+               if (error != cudaSuccess) return error;
+               cudaGraphDestroy(graph);
+               graphs->push_back({key, executable});
+               return cudaGraphLaunch(executable, stream);
+           });
+    for (const auto &known : *graphs) cudaGraphExecDestroy(known.second);
+    h.figures = nullptr;
+}
+
+template <typename floatX>
+void lm_head_race(Harness &h) {
+    if (h.choice("--grad-dtype") == "same") return lm_head_race<floatX, floatX>(h);
+    lm_head_race<floatX, float>(h);
+}
+
+int main(int argc, char **argv) {
+    Harness h("lm_head", "hidden states to losses and every gradient",
+              {{'b', "B", 8, 2}, {'t', "T", 1024, 8}, {'c', "C", 768, 64}, {'v', "V", 50257, 50257}},
+              {{"--grad-dtype", {"fp32", "same"}, "type of dW and dbias"},
+               {"--gradients", {"both", "dx", "dw"}, "which are wanted"},
+               {"--forward", {}, "no gradient, only the losses"},
+               {"--lse", {}, "the logarithm of each row's sum too"},
+               {"--bias", {}, "a bias, and its gradient with dW's"},
+               {"--tf32", {}, "fp32 products from inputs that are rounded to TF32"},
+               {"--sweep", {"none", "memory"}, "budgets from 100% to 1%"},
+               {"--way", {"auto", "rows", "vocabulary"}, "version 5: which way to take"},
+               {"--overlap", {"on", "off"}, "version 5: the classifier on a stream of its own"},
+               {"--graph", {}, "launches are captured once, as a CUDA graph"}},
+              {{"--label-smoothing", 0, 0, 1, "the share of a target that goes to the whole vocabulary"},
+               {"--z-loss", 0, 0, 1e6, "the factor of lse^2 in the loss"},
+               {"--softcap", 0, 0, 1e6, "logits are squeezed between -NUMBER and NUMBER; 0: as they are"},
+               {"--logit-scale", 1, -1e6, 1e6, "a factor of the logits"},
+               {"--ignore-every", 0, 0, INT32_MAX, "every INTth target is one to ignore; 0: none", true},
+               {"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
+               {"--parts", 0, 0, 64, "version 5: of a block of rows; 0: 2, or 4 where dX is not wanted", true},
+               {"--columns", 0, 0, INT32_MAX, "of a tile at most; 0: from the L2", true},
+               {"--gemm-sms", 0, 0, 1024, "version 5: multiprocessors for the products; 0: all", true},
+               {"--classifier", 0, 0, 5, "which version of classifier_fused; 0: the best", true}},
+              {{"--memory", "25%", "scratch at most, in MiB or as a share of the logits (like 10%)"}});
+    h.block_sizes = false;
+    return h.main(argc, argv, lm_head_versions<float, float>, lm_head_race<float>, lm_head_race<half>,
+                  lm_head_race<__nv_bfloat16>);
+}
+#endif
