@@ -8,6 +8,7 @@ The CPU device takes some 100 ns a logit: the matrices are small, and cut into b
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -108,6 +109,7 @@ def plan_for(N, C, V, flags, options, memory, dtype, grad, version):
         bookends.library().bk_lm_head_destroy(plan)
 
 
+@functools.lru_cache(maxsize=None)
 def least_memory(N, C, V, flags, dtype, grad, version):
     """The smallest budget, or nearly, that the version accepts."""
     bad, good = 0, 1 << 24
