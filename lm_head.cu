@@ -234,8 +234,8 @@ __global__ void __launch_bounds__(512)
         write, [&](unsigned column) { write(load_packed<one>(target.logits + column), column); });
 }
 
-// The sum of each column of dlogits over a slice of the rows, in float: sums (slices, columns). A block has a slice of as
-// many columns as the lanes of a warp have with 16 bytes each; its warps take every warps-th row. The order of the
+// The sum of each column of dlogits over a slice of the rows, in float: sums (slices, columns). A block has a slice and
+// as many columns as the lanes of a warp have with 16 bytes each; its warps take every warps-th row. The order of the
 // additions is always the same.
 template <typename floatX>
 __global__ void __launch_bounds__(1024)

@@ -1,6 +1,6 @@
-// The CPU device's cublasLt.h: what is used here of cuBLASLt, matrix products on a stream. Column-major matrices of fp32,
-// fp16 or bf16, in one type both factors and in that or in float the result; sums, alpha and beta in float; a bias for
-// each row. The products are in cublasLt.cc.
+// The CPU device's cublasLt.h: what is used here of cuBLASLt, matrix products on a stream. Column-major matrices of
+// fp32, fp16 or bf16, in one type both factors and in that or in float the result; sums, alpha and beta in float; a
+// bias for each row. The products are in cublasLt.cc.
 #pragma once
 
 #include "cuda_bf16.h"

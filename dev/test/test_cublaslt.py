@@ -28,11 +28,10 @@ def made(create, *arguments, status=SUCCESS):
 
 
 class Product:
-    """D (m, n) = alpha A (m, k) B (k, n) + beta C (+ bias), as they are in the column-major memory of `ld` more rows."""
+    """D (m, n) = alpha A (m, k) B (k, n) + beta C (+ bias), column-major, with `more` rows of memory than they have."""
 
     def __init__(self, m, n, k, dtype, result, transposed=(False, False), bias=False, more=0, align=1):
-        self.m, self.n, self.k, self.dtype, self.result, self.transposed, self.more = m, n, k, dtype, result, transposed, \
-            more
+        self.dtype, self.result, self.more = dtype, result, more
         long = ctypes.c_int64
         self.handle = made("cublasLtCreate")
         self.desc = made("cublasLtMatmulDescCreate", COMPUTE_32F, CODES[FP32])
@@ -54,8 +53,8 @@ class Product:
     def algorithms(self):
         a, b, d = self.layouts
         results, found = (ctypes.c_uint64 * 10 * 4)(), ctypes.c_int()
-        status = library().cublasLtMatmulAlgoGetHeuristic(self.handle, self.desc, a, b, d, d, self.preference, 4, results,
-                                                          ctypes.byref(found))
+        status = library().cublasLtMatmulAlgoGetHeuristic(self.handle, self.desc, a, b, d, d, self.preference, 4,
+                                                          results, ctypes.byref(found))
         assert status == SUCCESS and found.value == 2
         return results[:found.value]
 
@@ -71,7 +70,8 @@ class Product:
         status = library().cublasLtMatmul(
             self.handle, self.desc, ctypes.byref(ctypes.c_float(alpha)), ctypes.c_void_p(A.pointer), a,
             ctypes.c_void_p(B.pointer), b, ctypes.byref(ctypes.c_float(beta)), ctypes.c_void_p(D.pointer), d,
-            ctypes.c_void_p(D.pointer), d, algorithm, ctypes.c_void_p(scratch.pointer), ctypes.c_size_t(workspace), None)
+            ctypes.c_void_p(D.pointer), d, algorithm, ctypes.c_void_p(scratch.pointer), ctypes.c_size_t(workspace),
+            None)
         assert A.guards_intact() and B.guards_intact() and D.guards_intact() and scratch.guards_intact()
         return status
 

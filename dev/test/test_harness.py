@@ -350,7 +350,8 @@ POINTS = {**os.environ, "PLANTED_POINTS": "1"}
 
 
 def test_points():
-    result = planted("all", "--repeat", 3, "--json", "-", env={**POINTS, "PLANTED_SKIP": " %s " % " ".join(map(str, WRONG))})
+    skip = {**POINTS, "PLANTED_SKIP": " %s " % " ".join(map(str, WRONG))}
+    result = planted("all", "--repeat", 3, "--json", "-", env=skip)
     assert result.returncode == 0, result
     lines = result.stderr.splitlines()
     timed = [line for line in lines if line.startswith(("one ", "the other "))]

@@ -1,13 +1,14 @@
 """lm_head, every version and type, through the library and against numpy float64.
 
-A logit is an exact sum's float sum rounded to its type: where the exact one lies close to the middle between two numbers,
-it may be either. What that does to losses and gradients, and what float sums may be off, is worked out for each element;
-a result may be anything between the roundings of the exact one less and plus that.
+A logit is a float sum rounded to its type: where the exact sum lies close to the middle between two numbers, it may be
+either. What that does to losses and gradients, and what float sums may be off, is worked out for each element; a result
+may be anything between the roundings of the exact one less and plus that.
 
 The CPU device takes some 100 ns a logit: the matrices are small, and cut into blocks and tiles by small budgets.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -49,7 +50,7 @@ def around(values, off, dtype):
 
 
 def of_sum(count, size, everything):
-    """What a float sum of so many terms may be off, in any order, given the root of its squares and the sum of sizes."""
+    """What a float sum of so many terms may be off, in any order; size: the root of its squares."""
     return U * (count / 8 + 8 * np.sqrt(count) + 16) * np.minimum(4 * size, everything)
 
 
@@ -108,6 +109,7 @@ def plan_for(N, C, V, flags, options, memory, dtype, grad, version):
         bookends.library().bk_lm_head_destroy(plan)
 
 
+@functools.lru_cache(maxsize=None)
 def least_memory(N, C, V, flags, dtype, grad, version):
     """The smallest budget, or nearly, that the version accepts."""
     bad, good = 0, 1 << 24
@@ -202,8 +204,8 @@ class Case:
             wrong = outside(numbers, exact, slack, dtype)
             if wrong.any():
                 first = tuple(map(int, np.argwhere(wrong)[0]))
-                pytest.fail("version %d memory %d %s: %d of %d elements of %s are wrong, the first is %s: %r, should be "
-                            "%r within %r" % (version, memory, self.what, wrong.sum(), wrong.size, name, first,
+                pytest.fail("version %d memory %d %s: %d of %d elements of %s are wrong, the first is %s: %r, should "
+                            "be %r within %r" % (version, memory, self.what, wrong.sum(), wrong.size, name, first,
                                               float(numbers[first]), float(exact[first]), float(slack[first])))
         bad = (self.targets != self.options.ignore_index) & ((self.targets < 0) | (self.targets >= self.shape[2]))
         assert self.status == (np.argmax(bad) if bad.any() else -1), self.what
@@ -345,7 +347,7 @@ def test_accumulation_over_calls(dtype, grad, version):
 @every_version
 @pytest.mark.parametrize("dtype, grad", [(FP16, FP16), (BF16, BF16)], ids=lambda d: d.name)
 def test_small_gradients_are_not_lost(dtype, grad, version):
-    """A dW of 16 bits is rounded once: 64 rows that each add less than half an ulp add up, whatever block they are in."""
+    """A dW of 16 bits is rounded once: 64 rows that each add less than half an ulp add up, whatever their block."""
     N, C, V = 64, 8, 24
     case = Case(dtype, grad, N, C, V, X=np.ones((N, C)), targets=np.full(N, 3), dloss=2.0**-6 if dtype is BF16 else
                 2.0**-9, bias=False)
@@ -358,8 +360,8 @@ def test_small_gradients_are_not_lost(dtype, grad, version):
 @every_version
 @every_dtype
 def test_finite_differences(dtype, version):
-    """The library's own gradients against its own losses, in float, whose inputs can be moved a little; the gradients of
-    the 16-bit types at the same point."""
+    """The library's own gradients against its own losses, in float, whose inputs can be moved a little; the gradients
+    of the 16-bit types at the same point."""
     N, C, V, h = 3, 4, 11, 2.0**-7
     for options in ({}, dict(label_smoothing=0.2, z_loss=0.02), dict(softcap=3.0, logit_scale=-1.5)):
         point = Case(FP16, FP16, N, C, V, **options)
@@ -395,7 +397,8 @@ ALONE = [dict(label_smoothing=0.1), dict(label_smoothing=1.0), dict(z_loss=0.01)
          dict(logit_scale=0.5), dict(logit_scale=-2.0), dict(logit_scale=0.0), dict(dloss=0.25), dict(dloss=-3.0),
          dict(ignore_index=3), dict(ignore_index=INT_MAX)]
 PAIRS = [dict(label_smoothing=0.1, z_loss=0.01), dict(label_smoothing=0.3, softcap=5.0),
-         dict(label_smoothing=0.1, logit_scale=-2.0), dict(z_loss=0.01, softcap=10.0), dict(z_loss=0.1, logit_scale=0.5),
+         dict(label_smoothing=0.1, logit_scale=-2.0), dict(z_loss=0.01, softcap=10.0),
+         dict(z_loss=0.1, logit_scale=0.5),
          dict(softcap=5.0, logit_scale=-1.5), dict(dloss=-3.0, label_smoothing=0.2), dict(dloss=0.5, z_loss=0.01),
          dict(dloss=0.5, logit_scale=1.5, softcap=10.0, label_smoothing=0.1, z_loss=0.01)]
 
@@ -736,7 +739,8 @@ def test_json(gradients, products):
         assert record["flops"] == 2 * 40 * 24 * 301 * products
         assert record[name + "_ms"] > 0
         assert record["ratio_to_" + name] == pytest.approx(record["time_ms_median"] / record[name + "_ms"], rel=1e-3)
-        assert record["scratch_pct_of_logits"] == pytest.approx(record["scratch_bytes"] / (40 * 301 * 2) * 100, rel=1e-6)
+        share = 100 * record["scratch_bytes"] / (40 * 301 * 2)
+        assert record["scratch_pct_of_logits"] == pytest.approx(share, rel=1e-6)
         assert record["memory"] == "40%" and record["at"] == "memory 40%" and record["block_size"] == 0
         assert record["best"] is True and record["ok"] is True
         if record["version"] > 2:
