@@ -123,7 +123,7 @@ struct ClassifierArguments {
     ClassifierOptions options = {};
     float size = 0, power = 0;  // the latter is size * log2(e)
     float sign = 0;             // of logit_scale: 1, -1 or 0
-    float tilt = 0;             // with a softcap: tanh(tilt * x) is wanted
+    float inner = 0;            // with a softcap: exp(2u) = 2^(inner * x), where tanh(u) is wanted
     float smoothing = 0;        // label_smoothing / V
 };
 
@@ -156,54 +156,19 @@ __device__ inline float rescale(float from, float to, float power) {
 // smoothing; or that, whether any logit beats the target's, and signs.
 enum Extras { NO_EXTRAS, SUM, ALL_EXTRAS };
 
-// Values of logits, and the slopes dz/dx but for the factor logit_scale.
-//
 // With a softcap, tanh(u) = 1 - 2r and its slope 1 - tanh(u)^2, from e = exp(2u) and r = 1 / (1+e). tanh is off by two
 // roundings of a number near 1 whatever u is. The slope is 4e / (1+e)^2: no difference of numbers that are almost
-// equal. Where e is infinite, r is 0 and e*r NaN, of which fminf makes the 1 that e*r goes to. But that is two of the
-// special functions, of which a multiprocessor does 16 at a time where it does 128 multiply-adds, and a row needs three
-// of them an element twice over. So where all of a thread's |u| are at most 1, which is how a softcap is chosen, tanh
-// is a polynomial (minimax in u^2, fitted for this).
-template <bool softcap, Extras extras, typename floatX, int width>
-__device__ void values_and_slopes(float (&values)[width], float (&slopes)[width],
-                                  const ClassifierArguments<floatX> &args) {
-    if constexpr (softcap) {
-        float largest = 0;
-#pragma unroll
-        for (int k = 0; k < width; k++) largest = fmaxf(largest, fabsf(values[k]));
-        if (largest * fabsf(args.tilt) <= 1.0f) {
-#pragma unroll
-            for (int k = 0; k < width; k++) {
-                const float u = args.tilt * values[k], s = u * u;
-                float p = fmaf(1.0582629e-3f, s, -6.2593343e-3f);
-                p = fmaf(p, s, 2.0359755e-2f);
-                p = fmaf(p, s, -5.3498704e-2f);
-                p = fmaf(p, s, 1.3326409e-1f);
-                p = fmaf(p, s, -3.3332986e-1f);
-                values[k] = fmaf(u * s, p, u);
-                slopes[k] = fmaf(-values[k], values[k], 1.0f);
-            }
-            return;
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < width; k++) {
-        if constexpr (softcap) {
-            const float e = fast_exp2(2 * LOG2E * args.tilt * values[k]), r = __fdividef(1.0f, 1.0f + e);
-            slopes[k] = 4.0f * fminf(e * r, 1.0f) * r;
-            values[k] = fmaf(-2.0f, r, 1.0f);
-        } else {
-            slopes[k] = 1.0f;
-            if (extras == ALL_EXTRAS) values[k] *= args.sign;
-        }
-    }
-}
+// equal. Where e is infinite, r is 0 and e*r NaN, of which fminf makes the 1 that e*r goes to.
 template <bool softcap, Extras extras, typename floatX>
 __device__ float value_and_slope(float x, const ClassifierArguments<floatX> &args, float *slope) {
-    float values[1] = {x}, slopes[1];
-    values_and_slopes<softcap, extras>(values, slopes, args);
-    *slope = slopes[0];
-    return values[0];
+    if constexpr (softcap) {
+        const float e = fast_exp2(args.inner * x), r = __fdividef(1.0f, 1.0f + e);
+        *slope = 4.0f * fminf(e * r, 1.0f) * r;
+        return fmaf(-2.0f, r, 1.0f);
+    } else {
+        *slope = 1.0f;
+        return extras == ALL_EXTRAS ? args.sign * x : x;
+    }
 }
 
 // A row and its target.
@@ -328,9 +293,10 @@ __device__ void see(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count
     }
 #pragma unroll
     for (int u = 0; u < count; u++) {
-        float value[width], slopes[width];
+        float value[width];
         to_floats(value, x[u]);
-        values_and_slopes<softcap, extras>(value, slopes, args);
+#pragma unroll
+        for (int k = 0; k < width; k++) value[k] = value_and_slope<softcap, extras>(value[k], args, &slope);
         if constexpr (extras != NO_EXTRAS) {
             // What 16-bit logits have in common leaves room in a float for their sum; where they are floats it doesn't.
             const bool differences = sizeof(floatX) == sizeof(float);
@@ -441,21 +407,24 @@ __device__ void write_scalars(const ClassifierArguments<floatX> &args, long long
 template <bool softcap, Extras extras, typename floatX, int width>
 __device__ Packed<floatX, width> gradient_of(const Packed<floatX, width> &x, const ClassifierGradient &g,
                                              const ClassifierArguments<floatX> &args) {
-    float values[width], slopes[width];
+    float values[width], slope;
     to_floats(values, x);
-    values_and_slopes<softcap, extras>(values, slopes, args);
 #pragma unroll
-    for (int k = 0; k < width; k++) values[k] = slopes[k] * fmaf(g.a, g.exponent.exp(values[k]), -g.b);
+    for (int k = 0; k < width; k++) {
+        const float e = g.exponent.exp(value_and_slope<softcap, extras>(values[k], args, &slope));
+        values[k] = slope * fmaf(g.a, e, -g.b);
+    }
     return from_floats<floatX>(values);
 }
 template <bool softcap, Extras extras, typename floatX, int width>
 __device__ Packed<floatX, width> probabilities_of(const Packed<floatX, width> &x, const ClassifierGradient &g,
                                                   const ClassifierArguments<floatX> &args) {
-    float values[width], slopes[width];
+    float values[width], slope;
     to_floats(values, x);
-    values_and_slopes<softcap, extras>(values, slopes, args);
 #pragma unroll
-    for (int k = 0; k < width; k++) values[k] = g.to_p * g.exponent.exp(values[k]);
+    for (int k = 0; k < width; k++) {
+        values[k] = g.to_p * g.exponent.exp(value_and_slope<softcap, extras>(values[k], args, &slope));
+    }
     return from_floats<floatX>(values);
 }
 
@@ -656,6 +625,7 @@ struct Staging {
     unsigned stages;            // chunks in the ring
 };
 constexpr unsigned STAGED_THREADS = 832;   // at most: 12 warps of readers and of writers, and 72 registers a thread
+constexpr unsigned READING_THREADS = 768;  // at most where there is nothing to write but a row's scalars
 constexpr unsigned VECTORS = 3;            // of a chunk, for a thread, at most
 constexpr unsigned STAGED_VECTORS = 2560;  // of a row, at least
 constexpr unsigned LEAVING = 2;            // chunks that are still on their way out when the next one is asked for
@@ -1074,7 +1044,7 @@ cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX
     args.size = softcap ? cap : fabsf(scale);
     args.power = args.size * LOG2E;
     args.sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : 0.0f;
-    args.tilt = softcap ? scale / cap : 0.0f;
+    args.inner = softcap ? 2 * LOG2E * (scale / cap) : 0.0f;
     args.smoothing = options.label_smoothing / V;
     auto with = [&](auto softcap) {
         if (all) return launch(args, softcap, std::integral_constant<Extras, ALL_EXTRAS>());
@@ -1143,7 +1113,8 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
 // seen, and one block will do. False if there is none, and for rows of less than 40 KB, whose second read meets the L2.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, int block_size, size_t shared) {
     if (vectors < STAGED_VECTORS) return false;
-    const unsigned warps = std::clamp(block_size, 4 * WARP_SIZE, (int)STAGED_THREADS) / WARP_SIZE;
+    const unsigned most = writes ? STAGED_THREADS : READING_THREADS;
+    const unsigned warps = std::clamp(block_size, 4 * WARP_SIZE, (int)most) / WARP_SIZE;
     plan->writers = writes ? (warps - 2) / 2 : 0;  // beside the clerk and the mover
     plan->readers = warps - 2 - plan->writers;
     const unsigned threads = (writes ? plan->writers : plan->readers) * WARP_SIZE;
@@ -1200,7 +1171,8 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
 
 // Where there are no clusters (before compute capability 9.0), and for rows that are too long or too short for them,
 // this is version 4. So it is with a softcap, for accuracy and where logits change their sign: the arithmetic takes
-// longer than a second read then, and more threads do it faster (H200, V = 50257, softcap: 0.70 ms against 0.84).
+// longer than a second read then, and more threads do it faster (H200, V = 50257, softcap: 0.70 ms against 0.84; with
+// tanh as a polynomial where |u| is at most 1, in place of two of the three special functions: 0.79).
 template <typename floatX>
 cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,

@@ -14,8 +14,8 @@ version 2  fused: all logits, the fused classifier between the products
 version 3  rows: a block of rows after the other, so that scratch is bounded; dW is added to once a block
 version 4  vocabulary: for the smallest budgets: the first pass over tiles of the vocabulary makes each row's softmax
            statistics and keeps nothing; the second makes a tile's logits again and is done with its rows of dW at once
-version 5  planned: the way and the sizes follow from the budget and the L2; the classifier of one part or tile runs
-           beside the products of another; tiles that the first pass leaves behind are not made again
+version 5  planned: the way and the sizes follow from the budget and the L2; the classifier of one tile runs beside the
+           products of another; tiles that the first pass leaves behind are not made again
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
 Run:      ./lm_head                    the fastest version, in a quarter of what the logits take
@@ -305,7 +305,7 @@ struct LmHeadTuning {
     bool overlap = true;      // the classifier on a second stream
     bool urgent = true;       // that one's kernels first, where both streams have some to start
     int way = -1;             // an LmHeadWay; -1: whichever costs less
-    int parts = 0;            // of a block of rows, that are classified one by one; 0: 2, or 4 where dX is not wanted
+    int parts = 1;            // of a block of rows, that are classified one by one, beside the products of others
     int columns = 0;          // of a tile at most; 0: from the L2
     int gemm_sms = 0;         // so many multiprocessors for the products; 0: all
     int classifier = 0;       // which version of classifier_fused; 0: the best
@@ -427,7 +427,9 @@ inline int even_pieces(int count, int most, int unit) {
 }
 
 // Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit. Each adds to all of dW, so they are
-// as large as can be; where the classifier overlaps the products, it has a block in parts.
+// as large as can be. A block in parts lets the classifier run beside the products, but the smaller products cost more
+// than that hides: of C 768, V 50304 in 25% and 10%, two parts took 3% and 9% longer than one, of C 2048, V 128256 in
+// 10%, 5% (H200).
 inline bool plan_rows(LmHead &plan, size_t memory, bool overlap) {
     const LmHeadProblem &p = plan.problem;
     plan.way = LM_HEAD_ROWS;
@@ -441,7 +443,7 @@ inline bool plan_rows(LmHead &plan, size_t memory, bool overlap) {
     if (most < 1) return false;
     const int unit = most >= 128 ? 128 : 1;
     const bool all = fits(most == p.N ? most : even_pieces(p.N, most / unit * unit, unit));
-    const int parts = !overlap ? 1 : p.tuning.parts > 0 ? p.tuning.parts : p.dX ? 2 : 4;
+    const int parts = overlap ? p.tuning.parts : 1;
     plan.part_rows = even_pieces(plan.rows, ceil_div(plan.rows, parts), unit);
     plan.overlap = overlap && plan.part_rows < plan.rows;
     return all;
@@ -583,6 +585,20 @@ inline cudaError_t from_cublas(cublasStatus_t status) {
 
 constexpr int GEMM_CANDIDATES = 16;
 
+// Whether an algorithm that splits a sum puts its parts together in float. (That is asked of cuBLASLt too.)
+inline bool sums_in_float(const cublasLtMatmulAlgo_t &algo) {
+    int32_t parts = 0;
+    uint32_t scheme = 0;
+    size_t written = 0;
+    auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, auto *value) {
+        return cublasLtMatmulAlgoConfigGetAttribute(&algo, attribute, value, sizeof(*value), &written);
+    };
+    const bool known = get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts) == CUBLAS_STATUS_SUCCESS &&
+                       get(CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme) == CUBLAS_STATUS_SUCCESS;
+    return known && ((parts <= 1 && scheme == CUBLASLT_REDUCTION_SCHEME_NONE) ||
+                     scheme == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+}
+
 // cuBLASLt's matrices are column-major: a row-major (R, S) is its (S, R). So with x = logits:
 //   x^T (columns, rows) = W (columns, C) X^T (C, rows)      dX^T (C, rows) = W^T (C, columns) x^T (columns, rows)
 //   dW^T (C, columns) = X^T (C, rows) x (rows, columns)
@@ -642,7 +658,9 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
                                               GEMM_CANDIDATES, gemm.candidates.data(), &found);
     });
     gemm.candidates.resize(found);
-    auto refused = [](const cublasLtMatmulHeuristicResult_t &result) { return result.state != CUBLAS_STATUS_SUCCESS; };
+    auto refused = [](const cublasLtMatmulHeuristicResult_t &result) {
+        return result.state != CUBLAS_STATUS_SUCCESS || !sums_in_float(result.algo);
+    };
     gemm.candidates.erase(std::remove_if(gemm.candidates.begin(), gemm.candidates.end(), refused),
                           gemm.candidates.end());
     if (preference) cublasLtMatmulPreferenceDestroy(preference);
@@ -1201,8 +1219,8 @@ constexpr Version<LmHeadLauncher<floatX, gradX>> lm_head_versions[] = {
     {3, "rows", "blocks of rows, so that scratch is bounded", lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
     {4, "vocabulary", "tiles of the vocabulary, whose logits are made twice", lm_head<floatX, gradX>, 512,
      SAME_AT_A_BLOCK_SIZE},
-    {5, "planned", "the way and its sizes from the budget and the L2; the classifier beside the products",
-     lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
+    {5, "planned", "the way and its sizes from the budget and the L2", lm_head<floatX, gradX>, 512,
+     SAME_AT_A_BLOCK_SIZE},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1634,7 +1652,7 @@ int main(int argc, char **argv) {
                {"--logit-scale", 1, -1e6, 1e6, "a factor of the logits"},
                {"--ignore-every", 0, 0, INT32_MAX, "every INTth target is one to ignore; 0: none", true},
                {"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
-               {"--parts", 0, 0, 64, "version 5: of a block of rows; 0: 2, or 4 where dX is not wanted", true},
+               {"--parts", 1, 1, 64, "version 5: of a block of rows, classified beside the products of others", true},
                {"--columns", 0, 0, INT32_MAX, "of a tile at most; 0: from the L2", true},
                {"--gemm-sms", 0, 0, 1024, "version 5: multiprocessors for the products; 0: all", true},
                {"--classifier", 0, 0, 5, "which version of classifier_fused; 0: the best", true}},
