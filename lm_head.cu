@@ -339,6 +339,11 @@ struct Gemm {
     size_t chosen = 0;
 };
 
+// Of a tile's columns, those that have products of their own where 8 doesn't divide their number: cuBLASLt takes by
+// single elements what isn't a multiple of 16 bytes, and all three products took 6 times as long (V = 50257, H200). The
+// few that are left have theirs.
+inline int whole_columns(int columns) { return columns >= 128 ? columns / 8 * 8 : columns; }
+
 // A plan: made by lm_head_create(), run as often as one likes, by one thread at a time, and destroyed.
 struct LmHead {
     LmHeadProblem problem;
@@ -362,8 +367,11 @@ struct LmHead {
     int blocks() const { return rows > 0 ? ceil_div(problem.N, rows) : 0; }
     int tiles() const { return columns > 0 ? ceil_div(problem.V, columns) : 0; }
     bool gradient() const { return problem.dX || problem.dW || problem.dbias; }
-    // Sums over several blocks of rows, or tiles, are kept in float until they are complete.
-    bool float_dX() const { return way == LM_HEAD_VOCABULARY && problem.dX && problem.type != CUDA_R_32F; }
+    // Sums over several blocks of rows, tiles or pieces of them are kept in float until they are complete.
+    bool float_dX() const {
+        const bool pieces = way == LM_HEAD_VOCABULARY || whole_columns(columns) < columns;
+        return problem.dX && problem.type != CUDA_R_32F && pieces;
+    }
     // Slices of the rows for dbias: some 256 blocks, each of 128 rows at least.
     unsigned row_slices() const {
         const unsigned vector = problem.type == CUDA_R_32F ? 4 : 8;
@@ -761,11 +769,14 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     for (bool aligned : {true, false}) {
         for (int rows : sizes(p.N, plan.rows)) {
             for (int columns : widths) {
-                for (int part : sizes(rows, plan.way == LM_HEAD_VOCABULARY ? rows : plan.part_rows)) {
-                    if (!add(GEMM_LOGITS, part, columns, aligned)) return from_cublas(status);
-                    if (p.dX && !add(GEMM_DX, part, columns, aligned)) return from_cublas(status);
+                for (int piece : {whole_columns(columns), columns - whole_columns(columns)}) {
+                    if (piece == 0) continue;
+                    for (int part : sizes(rows, plan.way == LM_HEAD_VOCABULARY ? rows : plan.part_rows)) {
+                        if (!add(GEMM_LOGITS, part, piece, aligned)) return from_cublas(status);
+                        if (p.dX && !add(GEMM_DX, part, piece, aligned)) return from_cublas(status);
+                    }
+                    if (p.dW && !add(GEMM_DW, rows, piece, aligned)) return from_cublas(status);
                 }
-                if (p.dW && !add(GEMM_DW, rows, columns, aligned)) return from_cublas(status);
             }
         }
     }
@@ -864,37 +875,56 @@ struct LmHeadRun {
         return true;
     }
 
+    // product(at, n) for the pieces of a tile, `n` columns from `at` on.
+    template <typename Product>
+    cudaError_t for_pieces(int tile, Product product) const {
+        const int columns = columns_of(tile), whole = whole_columns(columns);
+        cudaError_t error = columns > 0 ? product(0, whole) : cudaSuccess;
+        if (error == cudaSuccess && whole < columns) error = product(whole, columns - whole);
+        return error;
+    }
+
     // Of `count` rows from `row` on, and a tile.
     cudaError_t make_logits(floatX *logits, size_t row, int count, int tile, cudaStream_t stream) const {
-        const int C = plan.problem.C, columns = columns_of(tile);
-        const floatX *const bias = args.bias ? args.bias + (size_t)tile * plan.columns : nullptr;
-        if (columns == 0) return cudaSuccess;
-        if (C == 0) {
-            lm_head_no_channels_kernel<floatX><<<count, 256, 0, stream>>>(logits, bias, columns, plan.P);
+        const size_t C = plan.problem.C, first = (size_t)tile * plan.columns;
+        const floatX *const bias = args.bias ? args.bias + first : nullptr;
+        if (C == 0 && columns_of(tile) > 0) {
+            lm_head_no_channels_kernel<floatX><<<count, 256, 0, stream>>>(logits, bias, columns_of(tile), plan.P);
             return cudaGetLastError();
         }
-        const Gemm *const gemm = find_gemm(plan, GEMM_LOGITS, count, columns, aligned);
-        return gemm_run(plan, *gemm, logits, args.W + (size_t)tile * plan.columns * C, args.X + row * C, bias, 0,
-                        workspace, stream);
+        return for_pieces(tile, [&](int at, int n) {
+            return gemm_run(plan, *find_gemm(plan, GEMM_LOGITS, count, n, aligned), logits + at,
+                            args.W + (first + at) * C, args.X + row * C, bias ? bias + at : nullptr, 0, workspace,
+                            stream);
+        });
     }
 
-    // first: nothing of these rows' dX is there yet.
+    // first: nothing of these rows' dX, or of this tile's dW, is there yet.
     cudaError_t make_dX(const floatX *dlogits, size_t row, int count, int tile, bool first, cudaStream_t stream) const {
-        const int C = plan.problem.C, columns = columns_of(tile);
-        if (!args.dX || C == 0 || columns == 0) return cudaSuccess;
+        const size_t C = plan.problem.C;
+        if (!args.dX || C == 0) return cudaSuccess;
         void *const dX = plan.float_dX() ? part<void>(plan.dX) : args.dX + row * C;
-        const Gemm *const gemm = find_gemm(plan, GEMM_DX, count, columns, aligned);
-        return gemm_run(plan, *gemm, dX, args.W + (size_t)tile * plan.columns * C, dlogits, nullptr, first ? 0 : 1,
-                        workspace, stream);
+        return for_pieces(tile, [&](int at, int n) {
+            return gemm_run(plan, *find_gemm(plan, GEMM_DX, count, n, aligned), dX,
+                            args.W + ((size_t)tile * plan.columns + at) * C, dlogits + at, nullptr,
+                            first && at == 0 ? 0 : 1, workspace, stream);
+        });
+    }
+    cudaError_t finish_dX(size_t row, int count, cudaStream_t stream) const {
+        const size_t C = plan.problem.C;
+        if (!args.dX || !plan.float_dX()) return cudaSuccess;
+        return round(args.dX + row * C, part<float>(plan.dX), (long long)count * C, false, stream);
     }
 
-    cudaError_t add_dW(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
-        const int C = plan.problem.C, columns = columns_of(tile);
-        if (!args.dW || C == 0 || columns == 0) return cudaSuccess;
-        void *const dW = plan.sums_rows() ? part<void>(plan.dW) : args.dW + (size_t)tile * plan.columns * C;
-        const Gemm *const gemm = find_gemm(plan, GEMM_DW, count, columns, aligned);
-        return gemm_run(plan, *gemm, dW, args.X + row * C, dlogits, nullptr, plan.sums_rows() && row == 0 ? 0 : 1,
-                        workspace, stream);
+    cudaError_t add_dW(const floatX *dlogits, size_t row, int count, int tile, bool first, cudaStream_t stream) const {
+        const size_t C = plan.problem.C;
+        if (!args.dW || C == 0) return cudaSuccess;
+        return for_pieces(tile, [&](int at, int n) {
+            const size_t place = ((size_t)tile * plan.columns + at) * C;
+            void *const dW = plan.sums_rows() ? (void *)(part<float>(plan.dW) + place) : args.dW + place;
+            return gemm_run(plan, *find_gemm(plan, GEMM_DW, count, n, aligned), dW, args.X + row * C, dlogits + at,
+                            nullptr, first ? 0 : 1, workspace, stream);
+        });
     }
 
     cudaError_t add_dbias(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
@@ -996,7 +1026,8 @@ cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t s
         });
     });
     steps.then([&] { return run.make_dX(logits, 0, N, 0, true, stream); });
-    steps.then([&] { return run.add_dW(logits, 0, N, 0, stream); });
+    steps.then([&] { return run.finish_dX(0, N, stream); });
+    steps.then([&] { return run.add_dW(logits, 0, N, 0, false, stream); });
     steps.then([&] { return run.add_dbias(logits, 0, N, 0, stream); });
     return steps.error;
 }
@@ -1031,8 +1062,9 @@ cudaError_t lm_head_by_rows(const LmHeadRun<floatX, gradX> &run, cudaStream_t st
         for (int part = 0; part < parts; part++) {
             if (plan.overlap) steps.then([&] { return cudaStreamWaitEvent(stream, plan.done[part], 0); });
             steps.then([&] { return run.make_dX(logits_of(part), row_of(part), rows_of(part), 0, true, stream); });
+            steps.then([&] { return run.finish_dX(row_of(part), rows_of(part), stream); });
         }
-        steps.then([&] { return run.add_dW(logits, first, rows, 0, stream); });
+        steps.then([&] { return run.add_dW(logits, first, rows, 0, plan.sums_rows() && block == 0, stream); });
         if (run.args.dbias) wait(plan.done, parts, side, stream);
     }
     steps.then([&] { return run.add_sums(stream); });
@@ -1071,7 +1103,6 @@ cudaError_t lm_head_steps(const LmHead &plan, int count, cudaStream_t stream, Ma
 template <typename floatX, typename gradX>
 cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStream_t stream) {
     const LmHead &plan = run.plan;
-    const LmHeadProblem &p = plan.problem;
     TiledRow *const seen = run.template part<TiledRow>(plan.seen);
     ClassifierGradient *const gradients =
         plan.gradient() ? run.template part<ClassifierGradient>(plan.gradients) : nullptr;
@@ -1121,16 +1152,11 @@ cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStrea
             auto use = [&](int step, cudaStream_t s) {
                 const int tile = tile_of(step);
                 const cudaError_t error = run.make_dX(logits(tile), row, rows, tile, step == 0, s);
-                return error == cudaSuccess ? run.add_dW(logits(tile), row, rows, tile, s) : error;
+                return error == cudaSuccess ? run.add_dW(logits(tile), row, rows, tile, false, s) : error;
             };
             return lm_head_steps(plan, tiles, stream, make_again, look, use);
         });
-        if (plan.float_dX()) {
-            steps.then([&] {
-                return run.round(run.args.dX + row * p.C, run.template part<float>(plan.dX), (long long)rows * p.C,
-                                 false, stream);
-            });
-        }
+        steps.then([&] { return run.finish_dX(row, rows, stream); });
     }
     return steps.error;
 }
@@ -1571,13 +1597,9 @@ void lm_head_race(Harness &h) {
         h.baseline.launch = [=](cudaStream_t stream) {
             const LmHeadRun<floatX, floatX> run(*bare_plan, bare_args);
             floatX *const logits = run.logits(0);
-            auto product = [&](GemmKind kind, void *d, const void *a, const void *b) {
-                const Gemm *const gemm = find_gemm(*bare_plan, kind, N, V, run.aligned);
-                return gemm_run(*bare_plan, *gemm, d, a, b, nullptr, 0, run.workspace, stream);
-            };
-            cudaError_t error = product(GEMM_LOGITS, logits, bare_args.W, bare_args.X);
-            if (bare_args.dX && error == cudaSuccess) error = product(GEMM_DX, bare_args.dX, bare_args.W, logits);
-            if (bare_args.dW && error == cudaSuccess) error = product(GEMM_DW, bare_args.dW, bare_args.X, logits);
+            cudaError_t error = run.make_logits(logits, 0, N, 0, stream);
+            if (error == cudaSuccess) error = run.make_dX(logits, 0, N, 0, true, stream);
+            if (error == cudaSuccess) error = run.add_dW(logits, 0, N, 0, true, stream);
             return error;
         };
     }
