@@ -103,9 +103,9 @@ encoder_forward -b 8 -t 5 -c 33 -v 100
 encoder_backward -b 3 -t 17 -c 264 -v 100 --overwrite
 encoder_backward -b 130 -t 5 -c 33 -v 7
 classifier_fused -b 3 -t 17 -v 1003 -p 1005 --probs --accuracy --label-smoothing 0.1 --ignore-every 4
-classifier_fused -b 1 -t 4 -v 40965 --label-smoothing 0.1 --output other
-classifier_fused -b 1 -t 4 -v 40965 --output none
-classifier_fused -b 1 -t 3 -v 53001
+classifier_fused -b 1 -t 4 -v 40965 --label-smoothing 0.1 --output other --block-size 256
+classifier_fused -b 1 -t 4 -v 40965 --output none --block-size 256
+classifier_fused -b 1 -t 3 -v 53001 --block-size 256
 lm_head -b 3 -t 17 -c 40 -v 1003 --bias --memory 0.1 --label-smoothing 0.1 --ignore-every 4
 lm_head -b 1 -t 5 -c 33 -v 1003 --memory 1 --grad-dtype same --softcap 30
 '
