@@ -216,10 +216,10 @@ __device__ ClassifierTarget<floatX> find_target(const ClassifierArguments<floatX
 }
 
 // What has been seen of a row, as an online softmax has it: the largest value, and the sum of exp(z - max), as Exponent
-// forms it. The maximum starts at the lowest finite number: with -inf, a row that begins with -inf would come to -inf - -inf. Extras: the sum
-// of value - origin, and whether any logit beats the target's: is larger, or as large and comes before it. (Under a
-// softcap too it is the logits that are compared: tanh keeps their order, until rounding makes them equal. A NaN beats
-// everything.)
+// forms it. The maximum starts at the lowest finite number: with -inf, a row that begins with -inf would come to
+// -inf - -inf. Extras: the sum of value - origin, and whether any logit beats the target's: is larger, or as large and
+// comes before it. (Under a softcap too it is the logits that are compared: tanh keeps their order, until rounding
+// makes them equal. A NaN beats everything.)
 struct OnlineSoftmax {
     float max = -FLT_MAX, sum = 0, excess = 0;
     bool beaten = false;

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds for the GPU at hand, checks every version in every type, times the shapes that the README shows, and leaves what
 # was measured in DIR (default: dev/results/<the GPU's name>): KERNEL.jsonl, one JSON object a run, as soon as that kernel
-# is done; run.txt, what one run prints; and sweep.txt, what lm_head does with which memory. With SANITIZERS=1 the four tools of compute-sanitizer look at every version
-# and type first. KERNELS="encoder_backward" measures only that one.
+# is done; run.txt, what one run prints; and sweep.txt, what lm_head does with which memory. With SANITIZERS=1 the four
+# tools of compute-sanitizer look at every version and type first. KERNELS="encoder_backward" measures only that one.
 # usage: scripts/measure.sh [DIR]
 set -euo pipefail
 cd "$(dirname "$0")/.."
