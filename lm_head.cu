@@ -308,7 +308,6 @@ struct LmHeadTuning {
     int parts = 1;            // of a block of rows, that are classified one by one, beside the products of others
     int columns = 0;          // of a tile at most; 0: from the L2
     int gemm_sms = 0;         // so many multiprocessors for the products; 0: all
-    int classifier = 0;       // which version of classifier_fused; 0: the best
     double operations = 167;  // floating-point operations of a product in the time that a byte of DRAM takes (H200)
     double hidden = 0.5;      // the share of the classifier's memory traffic that hides behind the products
     double l2_share = 0.5;    // of the L2, for the tiles that are in use
@@ -988,11 +987,11 @@ struct LmHeadRun {
     // The fused classifier, in place.
     cudaError_t classify_fused(floatX *logits, size_t row, int count, cudaStream_t stream) const {
         const LmHeadProblem &p = plan.problem;
-        const auto *version = find_version(classifier_fused_versions<floatX>, p.tuning.classifier);
-        return version->launch(plan.gradient() ? logits : nullptr, args.losses ? args.losses + row : nullptr,
-                               args.lse ? args.lse + row : nullptr, nullptr, nullptr, logits, args.targets + row,
-                               args.dlosses ? args.dlosses + row : nullptr, nullptr, count, p.V, plan.P, p.options,
-                               version->block_size, stream);
+        return classifier_fused5(plan.gradient() ? logits : nullptr, args.losses ? args.losses + row : nullptr,
+                                 args.lse ? args.lse + row : nullptr, (floatX *)nullptr, nullptr,
+                                 (const floatX *)logits, args.targets + row,
+                                 args.dlosses ? args.dlosses + row : nullptr, nullptr, count, p.V, plan.P, p.options,
+                                 STAGED_THREADS, stream);
     }
 };
 
@@ -1447,7 +1446,6 @@ void lm_head_race(Harness &h) {
     problem.tuning.parts = (int)h.number("--parts");
     problem.tuning.columns = (int)h.number("--columns");
     problem.tuning.gemm_sms = (int)h.number("--gemm-sms");
-    problem.tuning.classifier = (int)h.number("--classifier");
 
     // The points: budgets. A share that is too small means the least that makes sense.
     const double logits_bytes = (double)N * V * sizeof(floatX);
@@ -1676,8 +1674,7 @@ int main(int argc, char **argv) {
                {"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
                {"--parts", 1, 1, 64, "version 5: of a block of rows, classified beside the products of others", true},
                {"--columns", 0, 0, INT32_MAX, "of a tile at most; 0: from the L2", true},
-               {"--gemm-sms", 0, 0, 1024, "version 5: multiprocessors for the products; 0: all", true},
-               {"--classifier", 0, 0, 5, "which version of classifier_fused; 0: the best", true}},
+               {"--gemm-sms", 0, 0, 1024, "version 5: multiprocessors for the products; 0: all", true}},
               {{"--memory", "25%", "scratch at most, in MiB or as a share of the logits (like 10%)"}});
     h.block_sizes = false;
     return h.main(argc, argv, lm_head_versions<float, float>, lm_head_race<float>, lm_head_race<half>,

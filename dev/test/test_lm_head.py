@@ -699,7 +699,7 @@ def test_report():
     ["--bias", "--lse", "--label-smoothing", 0.1], ["--gradients", "dx", "--softcap", 10],
     ["--gradients", "dw", "--z-loss", 0.001, "--bias"], ["--forward", "--lse"], ["--ignore-every", 3, "--graph"],
     ["--logit-scale", -1, "--memory", 0.05], ["--memory", "3%", "--grad-dtype", "same"], ["--tokens", "zipf"],
-    ["--way", "rows"], ["--way", "vocabulary", "--columns", 64], ["--overlap", "off"], ["--classifier", 2],
+    ["--way", "rows"], ["--way", "vocabulary", "--columns", 64], ["--overlap", "off"],
     ["--parts", 2], ["--parts", 3, "--gradients", "dw", "--bias"],
     ["--spread", 0], ["--spread", 8], ["--seed", 3],
 ], ids=lambda options: " ".join(map(str, options)))
