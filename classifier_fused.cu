@@ -298,11 +298,11 @@ __device__ void see(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count
 #pragma unroll
         for (int k = 0; k < width; k++) value[k] = value_and_slope<softcap, extras>(value[k], args, &slope);
         if constexpr (extras != NO_EXTRAS) {
-            // What 16-bit logits have in common leaves room in a float for their sum; where they are floats it doesn't.
-            const bool differences = sizeof(floatX) == sizeof(float);
+            // What halves have in common leaves room in a float for their sum; the other types are taken by differences.
+            constexpr bool sums = std::is_same_v<floatX, half>;
             float moved[width];
-            for (int k = 0; k < width; k++) moved[k] = differences ? value[k] - target.origin : value[k];
-            seen.excess += fmaf(differences ? 0.0f : -width, target.origin, sum_of(moved));
+            for (int k = 0; k < width; k++) moved[k] = sums ? value[k] : value[k] - target.origin;
+            seen.excess += fmaf(sums ? -width : 0.0f, target.origin, sum_of(moved));
         }
 #pragma unroll
         for (int k = 0; k < width; k++) value[k] = seen.exponent.exp(value[k]);
@@ -614,8 +614,8 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
 // - Gradients leave in bulk, 18 KB at a time. Stores by the writers themselves, 16 bytes a thread, cost 3%.
 // - What the clerks know goes by st.async, which brings its own bytes to the barrier. With a plain store and an arrival
 //   that releases at cluster scope, each row paid 2 us: such a fence waits for all stores to global memory.
-// - A ring that holds two rows: with 1.4, a block waited for its row's sums with nothing left to ask for. Clusters of 4
-//   leave 12 of the 132 multiprocessors idle, and were faster all the same where two blocks had room for 1.8 rows.
+// - The ring has room for 2.2 rows: with 1.4, a block waited for its row's sums with nothing left to ask for. Clusters of
+//   4 leave 12 of the 132 multiprocessors idle, and were faster all the same where two blocks had room for 1.8 rows.
 // For short rows it is the fixed cost of chunks and of rows. When readers and writers put the sums together themselves,
 // each of 24 warps, V = 32000 reached 80% of the copy rate; with a clerk, 94%. More warps don't help: each pays the
 // fixed cost, and the arithmetic for the same row is spread thinner.
@@ -1015,11 +1015,12 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
 //
 // losses are not multiplied by dloss; for the gradient of their mean, options.dloss is 1 over the number of targets
 // that count. block_size: a multiple of 32 up to 1024; the table of versions has those that were fastest. Version 5
-// takes 128 to 832 of it. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for P < V, a negative size
-// or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an earlier call left behind
-// comes out here too); cudaSuccess without a launch when N = 0. dlogits and probs are formed in float and rounded once.
-// The same inputs give the same bits at the same block size, for the same outputs; version 1, at any. A softcap leaves
-// z exact to softcap * 1e-7. Probabilities below 2^-126 are 0; below 2^-63, where |z| is beyond 2^23.
+// takes 128 to 832 of it, at most 768 where nothing is written but scalars. Nothing is allocated or synchronised.
+// Returns cudaErrorInvalidValue for P < V, a negative size or what valid_options() refuses; else the launch's error
+// (cudaGetLastError's, so one that an earlier call left behind comes out here too); cudaSuccess without a launch when N
+// = 0. dlogits and probs are formed in float and rounded once. The same inputs give the same bits at the same block
+// size, for the same outputs; version 1, at any. A softcap leaves z exact to softcap * 1e-7. Probabilities below 2^-126
+// are 0; below 2^-63, where |z| is beyond 2^23. Label smoothing adds up a row's logits in float, less the target's.
 
 template <typename floatX>
 using ClassifierFused = cudaError_t (*)(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
@@ -1161,10 +1162,8 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
     int clusters = 0;
     cudaError_t error = allow_shared(kernel, config.dynamicSmemBytes);
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (error != cudaSuccess || clusters == 0) {
-        cudaGetLastError();  // it is dealt with
-        return cudaErrorNotSupported;
-    }
+    if (error != cudaSuccess) cudaGetLastError();  // it is dealt with
+    if (error != cudaSuccess || clusters == 0) return cudaErrorNotSupported;
     config.gridDim = std::min((unsigned)clusters, (unsigned)args.N) * ranks;
     return cudaLaunchKernelEx(&config, kernel, args, plan);
 }

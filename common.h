@@ -1,4 +1,5 @@
-// What a kernel needs: copied along with it. The kernel files include this and nothing else of the project.
+// What a kernel needs: copied along with it. The kernel files include this and nothing else of the project (lm_head.cu
+// is made of classifier_fused.cu too).
 //
 // Sources: Packed128 and its loads and stores follow the idea of llm.c's dev/cuda/common.h (one struct that makes the
 // compiler use 128-bit accesses whatever the element type).

@@ -1,7 +1,7 @@
 /*
 The LM head: hidden states X (N, C) and weights W (V, C) to the loss of each row and every gradient.
 
-  x_rj = X_r . W_j  (+ bias_j)           the logits (N, V), each an exact sum's float rounding, rounded to floatX
+  x_rj = X_r . W_j  (+ bias_j)           the logits (N, V), sums in float, rounded to floatX
   losses, lse, dlogits                   of each row of x, as in classifier_fused.cu, with all its options
   dX = dlogits W        dW += dlogits^T X        dbias_j += sum over r of dlogits_rj
 
@@ -14,8 +14,8 @@ version 2  fused: all logits, the fused classifier between the products
 version 3  rows: a block of rows after the other, so that scratch is bounded; dW is added to once a block
 version 4  vocabulary: for the smallest budgets: the first pass over tiles of the vocabulary makes each row's softmax
            statistics and keeps nothing; the second makes a tile's logits again and is done with its rows of dW at once
-version 5  planned: the way and the sizes follow from the budget and the L2; the classifier of one tile runs beside the
-           products of another; tiles that the first pass leaves behind are not made again
+version 5  planned: the way and the sizes follow from the budget and the L2; of tiles, the classifier of one runs beside
+           the products of another, and those that the first pass leaves behind are not made again
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
 Run:      ./lm_head                    the fastest version, in a quarter of what the logits take
@@ -321,7 +321,7 @@ struct LmHeadProblem {
     bool dX = true, dW = true, bias = false, dbias = false;  // what there is, and which gradients are wanted
     bool tf32 = false;                                       // fp32 products with inputs rounded to TF32
     ClassifierOptions options = {};
-    size_t memory = 0;  // bytes of scratch at most; versions 1 and 2 take what they need
+    size_t memory = 0;  // bytes of scratch at most: to be set for versions 3 on; 1 and 2 take what they need
     int version = 5;
     LmHeadTuning tuning = {};
 };
@@ -489,7 +489,8 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap, size_t l2
                     ? largest_that_fits(buffers, tiles, [&](int count) { return fits(rows, width, count); })
                     : buffers;
             plan.overlap = overlap && more > 1 && tiles > 1;
-            return fits(rows, width, std::max(1, std::min(more, tiles)));
+            // A narrower tile may have more slices for dbias.
+            if (fits(rows, width, std::max(1, std::min(more, tiles)))) return true;
         }
         if (columns <= 1) return false;
     }
@@ -524,7 +525,7 @@ inline bool lm_head_plan(LmHead &plan, size_t memory, size_t l2) {
     if (!bounded) memory = unlimited;
     const double logits_bytes = (double)p.N * p.V * lm_head_size(p.type);
     const size_t share = bounded ? memory / 8 : (size_t)std::min(std::max(logits_bytes / 4, 0x1p20), 0x1p40);
-    plan.gemm_bytes = std::min(p.tuning.most_gemm_bytes, share) / 256 * 256;
+    plan.gemm_bytes = p.V > 0 && p.C > 0 ? std::min(p.tuning.most_gemm_bytes, share) / 256 * 256 : 0;
     plan.overlap = false;
     if (!bounded) {  // all at once
         plan.way = p.version == 1 ? LM_HEAD_TEXTBOOK : LM_HEAD_ROWS;
@@ -554,15 +555,18 @@ inline bool lm_head_plan(LmHead &plan, size_t memory, size_t l2) {
 
 // The least that the version can do with; comfortable: with blocks of 128 rows, or tiles of 128 columns.
 inline size_t lm_head_least_bytes(const LmHeadProblem &problem, size_t l2, bool comfortable = false) {
+    const int most = problem.tuning.columns > 0 ? std::min(problem.tuning.columns, 128) : 128;
+    const int unit = most >= 128 ? 128 : most >= 8 ? 8 : 1, columns = most / unit * unit;
+    const int wanted_columns = columns < problem.V ? even_pieces(problem.V, columns, unit) : problem.V;
     auto possible = [&](size_t memory) {
         LmHead plan;
         plan.problem = problem;
         if (!lm_head_plan(plan, memory, l2)) return false;
-        const int wanted_rows = std::min(problem.N, 128), wanted_columns = std::min(problem.V, 128);
-        return !comfortable || (plan.rows >= wanted_rows && plan.columns >= wanted_columns);
+        return !comfortable || (plan.rows >= std::min(problem.N, 128) && plan.columns >= wanted_columns);
     };
     size_t bad = 0, good = 4096;
     for (; good < SIZE_MAX / 4 && !possible(good); good *= 2) bad = good;
+    if (comfortable && !possible(good)) return lm_head_least_bytes(problem, l2);
     while (good - bad > 256) {
         const size_t middle = bad + (good - bad) / 2;
         (possible(middle) ? good : bad) = middle;
@@ -1335,11 +1339,15 @@ struct LmHeadReference {
                                                      options.dloss * rows[k * rows.step], V, options);
         row.loss = r.loss;
         row.lse = r.lse;
-        double of_lse = 0, mean_moved = 0;
+        double of_lse = 0, mean_moved = 0, most_moved = 0;
         for (int j = 0; j < V; j++) {
-            of_lse += 1.2 * probs[j] * expm1(moved[j]);
+            of_lse += 1.2 * probs[j] * expm1(std::min(moved[j], 1.0));
             mean_moved += moved[j] / V;
+            most_moved = std::max(most_moved, moved[j]);
         }
+        // Where a rounding of a logit is a factor of e or more of its probability, that may be anything.
+        const bool anything = most_moved > 1;
+        if (anything) of_lse = most_moved;
         const double exponential = 6 + 6 * cap, sum = exponential + 3 * r.distance + V / 32.0 + 32;
         const double of_log = sum + 3 * fabs(r.lse - r.max);
         row.of_lse = U * (of_log + 4 * fabs(r.max) + fabs(r.lse)) + of_lse;
@@ -1358,15 +1366,17 @@ struct LmHeadReference {
         const double a = fabs(1 + 2 * options.z_loss * r.lse);
         const double of_a = 2 * fabs((double)options.z_loss) * row.of_lse + 4 * U * a;
         for (int j = 0; j < V; j++) {
-            const double of_p =
-                probs[j] * (U * (exponential + 3 * (r.max - z[j]) + sum + 8) + expm1(moved[j]) + of_lse);
+            const double by_z = expm1(std::min(moved[j], 1.0)) + of_lse;
+            const double of_p = anything ? 1 : probs[j] * (U * (exponential + 3 * (r.max - z[j]) + sum + 8) + by_z);
             const double slope = cap > 0 ? 1 - z[j] / cap * (z[j] / cap) : 1;
             double of_slope = U, off = a * (of_p + 0x1p-126) + of_a * probs[j] + 4 * U * (eps / V + (j == target));
             if (cap > 0) {
-                of_slope = U * (16 + 8 * fabs(scale * logits[j] / cap)) + expm1(2 * moved[j] / cap);
-                off *= 1 + expm1(2 * moved[j] / cap);
+                const double steeper = expm1(std::min(2 * moved[j] / cap, 1.0));
+                of_slope = U * (16 + 8 * fabs(scale * logits[j] / cap)) + steeper;
+                off *= 1 + steeper;
             }
             off = unit * slope * off + of_slope * fabs(dlogits[j]) + unit * 0x1p-122;
+            if (anything || (cap > 0 && 2 * moved[j] > cap)) off = unit * (a + 1);
             const double value = nearest<floatX>(dlogits[j]);
             const double high = nearest<floatX>(dlogits[j] + off), low = nearest<floatX>(dlogits[j] - off);
             row.dlogits[j] = (float)value;
@@ -1492,6 +1502,10 @@ void lm_head_race(Harness &h) {
     if (h.version > 0 && !h.skip(h.version).empty()) {  // before the inputs are made
         h.refuse(EXIT_BAD_INPUT, "version %d: %s", h.version, h.skip(h.version).c_str());
     }
+    // For all the logits beside the rest, which the bare products want.
+    size_t free_bytes = 0, total_bytes = 0;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &total_bytes));
+    const bool has_room = logits_bytes < free_bytes / 2.0;
     h.figures = [=](int version, int point) -> std::vector<Figure> {
         const bool known = version > 0 && !(*plans)[version].empty();
         const Plan plan = known ? (*plans)[version][point] : nullptr;
@@ -1501,9 +1515,9 @@ void lm_head_race(Harness &h) {
             const char *const ways[] = {"textbook", "rows", "vocabulary"};
             const bool tiles = plan->way == LM_HEAD_VOCABULARY;
             const int pieces = tiles ? plan->buffers : ceil_div(plan->rows, plan->part_rows);
-            snprintf(words, sizeof(words), "scratch %.1f%% of the logits | %s: %d x %d, %d %s%s", share,
+            snprintf(words, sizeof(words), "scratch %.1f%% of the logits | %s: %d x %d, %d %s%s%s", share,
                      ways[plan->way], plan->rows, plan->columns, pieces, tiles ? "buffer" : "part",
-                     pieces > 1 ? "s" : "");
+                     pieces > 1 ? "s" : "", has_room ? "" : " | no room for the bare gemms");
         }
         return {{"scratch_bytes", bytes, ""},
                 {"scratch_pct_of_logits", share, words},
@@ -1575,14 +1589,14 @@ void lm_head_race(Harness &h) {
         args.lse = h.output<float>("lse", N, 1, 0, [=](Expected &e, long long r) { expect_row(e, r, true); });
     char *const workspace = (char *)h.workspace(most_bytes);
 
-    // The bare products, with results of the inputs' type that are not added to anything; the logits, whatever they
-    // are, stand in for their gradient.
+    // The bare products, with results of the inputs' type (a dX of pieces is a float) that are not added to anything;
+    // the logits, whatever they are, stand in for their gradient.
     const double products = 1.0 + problem.dX + problem.dW;
     LmHeadProblem bare = problem;
     bare.version = 2;
     bare.bias = bare.dbias = false;
     bare.gradient_type = problem.type;
-    const Plan bare_plan = h.do_bench && h.version != 0 ? make_plan(bare) : nullptr;
+    const Plan bare_plan = h.do_bench && h.version != 0 && has_room ? make_plan(bare) : nullptr;
     LmHeadArguments<floatX, floatX> bare_args = {};
     if (bare_plan) {
         bare_args.X = args.X;
@@ -1664,7 +1678,9 @@ int main(int argc, char **argv) {
                {"--tf32", {}, "fp32 products from inputs that are rounded to TF32"},
                {"--sweep", {"none", "memory"}, "budgets from 100% to 1%"},
                {"--way", {"auto", "rows", "vocabulary"}, "version 5: which way to take"},
-               {"--overlap", {"on", "off"}, "version 5: the classifier on a stream of its own"},
+               {"--overlap",
+                {"on", "off"},
+                "version 5: the classifier beside the products; of a block of rows, only in --parts"},
                {"--graph", {}, "launches are captured once, as a CUDA graph"}},
               {{"--label-smoothing", 0, 0, 1, "the share of a target that goes to the whole vocabulary"},
                {"--z-loss", 0, 0, 1e6, "the factor of lse^2 in the loss"},
@@ -1673,8 +1689,9 @@ int main(int argc, char **argv) {
                {"--ignore-every", 0, 0, INT32_MAX, "every INTth target is one to ignore; 0: none", true},
                {"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
                {"--parts", 1, 1, 64, "version 5: of a block of rows, classified beside the products of others", true},
-               {"--columns", 0, 0, INT32_MAX, "of a tile at most; 0: from the L2", true},
-               {"--gemm-sms", 0, 0, 1024, "version 5: multiprocessors for the products; 0: all", true}},
+               {"--columns", 0, 0, INT32_MAX, "versions 4 and 5: of a tile at most; 0: from the L2", true},
+               {"--gemm-sms", 0, 0, 1024,
+                "version 5: multiprocessors for the products, where the classifier runs beside them; 0: all", true}},
               {{"--memory", "25%", "scratch at most, in MiB or as a share of the logits (like 10%)"}});
     h.block_sizes = false;
     return h.main(argc, argv, lm_head_versions<float, float>, lm_head_race<float>, lm_head_race<half>,

@@ -24,7 +24,7 @@ typedef struct CUstream_st *bk_stream;
 
 enum {
     BK_OK = 0,
-    BK_ERROR_NULL = 1,    /* a pointer that may not be null is null, and there is work to do */
+    BK_ERROR_NULL = 1,    /* a pointer that may not be null is null, and there is work to do; or the other way round */
     BK_ERROR_SHAPE = 2,   /* a negative size, one beyond what the function allows, or P less than V */
     BK_ERROR_DTYPE = 3,   /* no such bk_dtype, or two that don't go together */
     BK_ERROR_VERSION = 4, /* no such version */
@@ -177,8 +177,8 @@ size_t bk_lm_head_workspace_bytes(const bk_lm_head *plan);
 
 /* Tries the algorithms that cuBLASLt proposes for the plan's products, on memory that is aligned as that of the runs
  * will be, and remembers the fastest; without it, a plan takes what cuBLASLt proposes first. The one function that waits
- * for the stream. dX, dW and the workspace hold anything afterwards: its place is before the first run. Pointers as for
- * bk_lm_head_run. */
+ * for the stream. dX, dW and the workspace hold anything afterwards: its place is before the first run, and dW is to be
+ * zeroed (or filled with what is added to) between the two. Pointers as for bk_lm_head_run. */
 int bk_lm_head_tune(bk_lm_head *plan, void *dX, void *dW, const void *X, const void *W, const void *bias,
                     void *workspace, bk_stream stream);
 

@@ -702,12 +702,21 @@ def test_report():
     ["--way", "rows"], ["--way", "vocabulary", "--columns", 64], ["--overlap", "off"],
     ["--parts", 2], ["--parts", 3, "--gradients", "dw", "--bias"],
     ["--spread", 0], ["--spread", 8], ["--seed", 3],
+    ["--logit-scale", 1e5], ["--softcap", 1e-10], ["--softcap", 1e4, "--logit-scale", 1e6],
 ], ids=lambda options: " ".join(map(str, options)))
 def test_checks(options):
     result = head("all", *SMALL, "--check", *options)
     assert (result.returncode, result.stderr) == (0, ""), result
     checked = [line for line in result.stdout.splitlines() if line.startswith("check")]
     assert len(checked) == len(VERSIONS) and all(re.fullmatch(CHECKED, line) for line in checked)
+
+
+def test_a_share_with_narrow_tiles():
+    """The least that makes sense is no more than what the tiles that are asked for can make use of."""
+    for columns in (64, 100):
+        result = head(4, "-b", 8, "-t", 32, "-v", 3000, "--check", "--columns", columns, "--memory", "10%", "--json", "-")
+        record = json.loads(result.stdout.splitlines()[-1])
+        assert result.returncode == 0 and record["scratch_pct_of_logits"] < 15, record
 
 
 @pytest.mark.parametrize("blas", ["none", ""])
