@@ -1302,15 +1302,7 @@ void classifier_fused_race(Harness &h) {
     const long long N = (long long)B * T;
     if (N > INT32_MAX) h.refuse(EXIT_BAD_INPUT, "B*T: %lld rows are more than %d (-b, -t)", N, INT32_MAX);
     if (P < V) h.refuse(EXIT_BAD_INPUT, "-p: '%d' is less than V, which is %d (-v)", P, V);
-    ClassifierOptions options;
-    options.logit_scale = (float)h.number("--logit-scale");
-    options.softcap = (float)h.number("--softcap");
-    options.label_smoothing = (float)h.number("--label-smoothing");
-    options.z_loss = (float)h.number("--z-loss");
-    if (!valid_options(options)) {
-        h.refuse(EXIT_BAD_INPUT, "--softcap: '%g' is too small for a --logit-scale of %g", options.softcap,
-                 options.logit_scale);
-    }
+    const auto options = classifier_options<ClassifierOptions>(h);
     const std::string kind = h.choice("--logits"), output = h.choice("--output");
     const int ignore_every = (int)h.number("--ignore-every");
     const int *targets = h.targets(N, V, ignore_every, options.ignore_index);
@@ -1409,11 +1401,7 @@ int main(int argc, char **argv) {
                {"--probs", {}, "the probabilities too"},
                {"--lse", {}, "the logarithm of each row's sum too"},
                {"--accuracy", {}, "whether each row's largest logit is the target's, too"}},
-              {{"--label-smoothing", 0, 0, 1, "the share of a target that goes to the whole vocabulary"},
-               {"--z-loss", 0, 0, 1e6, "the factor of lse^2 in the loss"},
-               {"--softcap", 0, 0, 1e6, "logits are squeezed between -NUMBER and NUMBER; 0: as they are"},
-               {"--logit-scale", 1, -1e6, 1e6, "a factor of the logits"},
-               {"--ignore-every", 0, 0, INT32_MAX, "every INTth target is one to ignore; 0: none", true}});
+              classifier_numbers());
     return h.main(argc, argv, classifier_fused_versions<float>, classifier_fused_race<float>,
                   classifier_fused_race<half>, classifier_fused_race<__nv_bfloat16>);
 }

@@ -1430,15 +1430,8 @@ void lm_head_race(Harness &h) {
     }
     const int N = (int)rows;
     LmHeadProblem problem;
-    ClassifierOptions &options = problem.options;
-    options.logit_scale = (float)h.number("--logit-scale");
-    options.softcap = (float)h.number("--softcap");
-    options.label_smoothing = (float)h.number("--label-smoothing");
-    options.z_loss = (float)h.number("--z-loss");
-    if (!valid_options(options)) {
-        h.refuse(EXIT_BAD_INPUT, "--softcap: '%g' is too small for a --logit-scale of %g", options.softcap,
-                 options.logit_scale);
-    }
+    problem.options = classifier_options<ClassifierOptions>(h);
+    const ClassifierOptions &options = problem.options;
     const std::string gradients = h.choice("--gradients"), way = h.choice("--way");
     const bool forward = h.flag("--forward"), wants_lse = h.flag("--lse");
     problem.N = N;
@@ -1668,6 +1661,12 @@ void lm_head_race(Harness &h) {
 }
 
 int main(int argc, char **argv) {
+    const std::vector<Number> numbers = classifier_numbers(
+        {{"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
+         {"--parts", 1, 1, 64, "version 5: of a block of rows, classified beside the products of others", true},
+         {"--columns", 0, 0, INT32_MAX, "versions 4 and 5: of a tile at most; 0: from the L2", true},
+         {"--gemm-sms", 0, 0, 1024,
+          "version 5: multiprocessors for the products, where the classifier runs beside them; 0: all", true}});
     Harness h("lm_head", "hidden states to losses and every gradient",
               {{'b', "B", 8, 2}, {'t', "T", 1024, 8}, {'c', "C", 768, 64}, {'v', "V", 50257, 50257}},
               {{"--grad-dtype", {"fp32", "same"}, "type of dW and dbias"},
@@ -1682,17 +1681,7 @@ int main(int argc, char **argv) {
                 {"on", "off"},
                 "version 5: the classifier beside the products; of a block of rows, only in --parts"},
                {"--graph", {}, "launches are captured once, as a CUDA graph"}},
-              {{"--label-smoothing", 0, 0, 1, "the share of a target that goes to the whole vocabulary"},
-               {"--z-loss", 0, 0, 1e6, "the factor of lse^2 in the loss"},
-               {"--softcap", 0, 0, 1e6, "logits are squeezed between -NUMBER and NUMBER; 0: as they are"},
-               {"--logit-scale", 1, -1e6, 1e6, "a factor of the logits"},
-               {"--ignore-every", 0, 0, INT32_MAX, "every INTth target is one to ignore; 0: none", true},
-               {"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
-               {"--parts", 1, 1, 64, "version 5: of a block of rows, classified beside the products of others", true},
-               {"--columns", 0, 0, INT32_MAX, "versions 4 and 5: of a tile at most; 0: from the L2", true},
-               {"--gemm-sms", 0, 0, 1024,
-                "version 5: multiprocessors for the products, where the classifier runs beside them; 0: all", true}},
-              {{"--memory", "25%", "scratch at most, in MiB or as a share of the logits (like 10%)"}});
+              numbers, {{"--memory", "25%", "scratch at most, in MiB or as a share of the logits (like 10%)"}});
     h.block_sizes = false;
     return h.main(argc, argv, lm_head_versions<float, float>, lm_head_race<float>, lm_head_race<half>,
                   lm_head_race<__nv_bfloat16>);

@@ -1492,3 +1492,33 @@ struct Harness {
         return text;
     }
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// what the mains with a classifier have in common
+
+// Its options, and those that a main has beside them.
+inline std::vector<Number> classifier_numbers(const std::vector<Number> &others = {}) {
+    std::vector<Number> numbers = {
+        {"--label-smoothing", 0, 0, 1, "the share of a target that goes to the whole vocabulary"},
+        {"--z-loss", 0, 0, 1e6, "the factor of lse^2 in the loss"},
+        {"--softcap", 0, 0, 1e6, "logits are squeezed between -NUMBER and NUMBER; 0: as they are"},
+        {"--logit-scale", 1, -1e6, 1e6, "a factor of the logits"},
+        {"--ignore-every", 0, 0, INT32_MAX, "every INTth target is one to ignore; 0: none", true}};
+    numbers.insert(numbers.end(), others.begin(), others.end());
+    return numbers;
+}
+
+// As given, in the classifier's own type. Each is in its range by now; only two of them together may still be refused.
+template <typename Options>
+Options classifier_options(Harness &h) {
+    Options options;
+    options.label_smoothing = (float)h.number("--label-smoothing");
+    options.z_loss = (float)h.number("--z-loss");
+    options.softcap = (float)h.number("--softcap");
+    options.logit_scale = (float)h.number("--logit-scale");
+    if (!valid_options(options)) {
+        h.refuse(EXIT_BAD_INPUT, "--softcap: '%g' is too small for a --logit-scale of %g", options.softcap,
+                 options.logit_scale);
+    }
+    return options;
+}

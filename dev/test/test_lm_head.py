@@ -790,6 +790,20 @@ def test_bad_options():
     refused("-b", 2**31 - 1, "-t", 2, words=["B*T", "-b, -t"])
 
 
+def test_the_classifiers_options_are_those_of_its_own_program():
+    """In the help, in what is refused and in the words for it."""
+    both = ("lm_head", "classifier_fused")
+    rows = [re.findall(r"^  --(?:label-smoothing|z-loss|softcap|logit-scale|ignore-every) .*$",
+                       bookends.run(program, "--help").stdout, re.M) for program in both]
+    assert len(rows[0]) == 5 and rows[0] == rows[1]
+    for wrong in (["--softcap", "1e-36", "--logit-scale", "-1e6"], ["--label-smoothing", 1.1], ["--z-loss", -1],
+                  ["--softcap", -1], ["--logit-scale", "1e7"], ["--ignore-every", "1.5"]):
+        results = [bookends.run(program, *wrong) for program in both]
+        assert {(result.returncode, result.stdout) for result in results} == {(2, "")}, results
+        words = {result.stderr.split(": ", 1)[1] for result in results}
+        assert len(words) == 1 and wrong[0] in words.pop(), results
+
+
 def test_out_of_memory():
     for version in (2, 5):
         result = head(version, "-b", 1000000, "-t", 10, "-c", 1, "-v", 2000000)
