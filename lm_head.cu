@@ -1459,7 +1459,8 @@ void lm_head_race(Harness &h) {
                  budgets[0].c_str());
     }
     if (sweep) budgets = {"100%", "50%", "25%", "10%", "5%", "2%", "1%"};
-    for (const std::string &budget : budgets) h.points.push_back("memory " + budget);
+    h.swept = "--memory";
+    h.points = budgets;
 
     int l2 = 0;
     cudaCheck(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));

@@ -268,6 +268,7 @@ struct Harness {
     std::function<void()> prepare_references;      // makes what they share, once all that can be refused has been
     std::function<void(int version, cudaStream_t)> before;  // is called before a version's first launch
     std::vector<std::string> points;  // without block sizes: a version is run at each; launches get which
+    const char *swept = nullptr;      // the option whose values the points are; null: they are names of their own
     std::function<std::vector<Figure>(int version, int point)> figures;
     Baseline baseline;
 
@@ -1345,9 +1346,10 @@ struct Harness {
     std::string place(int size, bool in_column = true) const {
         if (block_sizes) return format(in_column ? "block_size %4d" : "block_size %d", size);
         size_t width = 0;
-        for (const std::string &point : points) width = std::max(width, point.size());
-        return format("%-*s", in_column ? (int)width : 0, points[size].c_str());
+        for (size_t i = 0; i < points.size(); i++) width = std::max(width, point_name(i).size());
+        return format("%-*s", in_column ? (int)width : 0, point_name(size).c_str());
     }
+    std::string point_name(size_t i) const { return swept ? key_of(swept) + " " + points[i] : points[i]; }
     std::vector<Figure> figures_of(const Record &r) const {
         return figures ? figures(r.version, r.block_size) : std::vector<Figure>();
     }
@@ -1386,7 +1388,7 @@ struct Harness {
     void print_summary() {
         const bool bandwidth = !baseline.name;
         int width = 10;
-        for (const std::string &point : points) width = std::max(width, (int)point.size());
+        for (size_t i = 0; i < points.size(); i++) width = std::max(width, (int)point_name(i).size());
         fprintf(report, "\n%-8s %-16s %*s %12s %14s", "version", "name", width, block_sizes ? "block_size" : "at",
                 "time (ms)", bandwidth ? "GB/s" : "TFLOP/s");
         if (!bandwidth) fprintf(report, "  x the %s", baseline.name);
@@ -1426,9 +1428,13 @@ struct Harness {
             line += format(", \"%s\": %s", key_of(c.option).c_str(), value.c_str());
         }
         for (const Number &n : numbers) line += format(", \"%s\": %s", key_of(n.option).c_str(), text_of(n).c_str());
-        for (const Text &t : texts) line += format(", \"%s\": %s", key_of(t.option).c_str(), quoted(t.value).c_str());
+        const bool one_point = points.size() == 1 || (r.version > 0 && r.times.runs > 0);  // else it is about all
+        for (const Text &t : texts) {
+            const bool is_swept = swept && t.option == std::string(swept);
+            const std::string value = !is_swept ? quoted(t.value) : one_point ? quoted(points[r.block_size]) : "null";
+            line += format(", \"%s\": %s", key_of(t.option).c_str(), value.c_str());
+        }
         line += format(", \"block_size\": %d", block_sizes ? r.block_size : 0);
-        const bool one_point = r.times.runs > 0 || points.size() == 1;  // else the record is about all of them
         if (!block_sizes)
             line += format(", \"at\": %s", one_point ? quoted(place(r.block_size, false)).c_str() : "null");
         line += format(

@@ -768,13 +768,17 @@ def test_sweep_memory():
         mine = [record for record in records if record["version"] == version]
         if version <= 2:
             assert len(mine) == 1 and "budget" in mine[0]["skipped"]
+            assert (mine[0]["at"], mine[0]["memory"]) == (None, None)
             continue
-        assert [record["at"] for record in mine] == budgets
+        assert [record["at"] for record in mine] == ["memory " + record["memory"] for record in mine] == budgets
         scratch = [record["scratch_bytes"] for record in mine]
         assert scratch == sorted(scratch, reverse=True) and scratch[0] > scratch[-1]
         assert sum(record["best"] for record in mine) == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("memory ")]
     assert len(lines) == 3 * len(budgets) and [line.split(" |")[0].rstrip() for line in lines[:7]] == budgets
+    for version in (0, 3):  # a record of no budget, or of all
+        record = json.loads(head(version, *SMALL, "--sweep", "memory", "--check", "--json", "-").stdout)
+        assert (record["at"], record["memory"]) == (None, None)
 
 
 def test_bad_options():
