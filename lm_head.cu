@@ -1514,7 +1514,7 @@ void lm_head_race(Harness &h) {
                      pieces > 1 ? "s" : "", has_room ? "" : " | no room for the bare gemms");
         }
         return {{"scratch_bytes", bytes, ""},
-                {"scratch_pct_of_logits", share, words},
+                {"scratch_pct_of_logits", share, words, "scratch, % of the logits"},
                 {"memory_bytes", plan ? (double)plan->problem.memory : 0, ""},
                 {"block_rows", plan ? (double)plan->rows : 0, ""},
                 {"tile_columns", plan ? (double)plan->columns : 0, ""},

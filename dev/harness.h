@@ -208,11 +208,12 @@ struct Baseline {
     std::function<cudaError_t(cudaStream_t)> launch;
 };
 
-// A number to report beside the times: its key in JSON, and the words for it in a line (empty: none).
+// A number to report beside the times: its key in JSON, the words for it in a line and the heading of its column in the
+// table of all versions (empty: none). All versions have the same figures.
 struct Figure {
     std::string key;
     double value;
-    std::string words;
+    std::string words, column = "";
 };
 
 struct CheckResult {
@@ -1392,7 +1393,11 @@ struct Harness {
         fprintf(report, "\n%-8s %-16s %*s %12s %14s", "version", "name", width, block_sizes ? "block_size" : "at",
                 "time (ms)", bandwidth ? "GB/s" : "TFLOP/s");
         if (!bandwidth) fprintf(report, "  x the %s", baseline.name);
-        fprintf(report, bandwidth && copy_gbps > 0 ? " %10s\n" : "\n", "% of copy");
+        if (bandwidth && copy_gbps > 0) fprintf(report, " %10s", "% of copy");
+        for (const Figure &f : summary.empty() ? std::vector<Figure>() : figures_of(summary[0])) {
+            if (!f.column.empty()) fprintf(report, "  %s", f.column.c_str());
+        }
+        fprintf(report, "\n");
         for (const Record &r : summary) {
             fprintf(report, "%-8d %-16s ", r.version, r.name);
             if (!r.skipped.empty()) {
@@ -1404,6 +1409,9 @@ struct Harness {
             fprintf(report, "%*s %12.4f %14.2f", width, at.c_str(), r.times.median, rate);
             if (!bandwidth) fprintf(report, " %*.3f", 7 + (int)strlen(baseline.name), ratio(r.times));
             if (bandwidth && copy_gbps > 0) fprintf(report, " %9.1f%%", pct_of_copy(r.times.median));
+            for (const Figure &f : figures_of(r)) {
+                if (!f.column.empty()) fprintf(report, "  %*.1f", (int)f.column.size(), f.value);
+            }
             fprintf(report, "\n");
         }
         if (ON_CPU) fprintf(report, "(times on the CPU device, which say nothing about a GPU)\n");

@@ -284,7 +284,8 @@ void planted_race(Harness &h) {
         floatX *const copy = (floatX *)h.input(values, a.N * C);
         h.points = {"one", "the other"};
         h.figures = [](int version, int point) -> std::vector<Figure> {
-            return {{"twice", 2.0 * point, point > 0 ? "twice as much" : ""}, {"version_again", (double)version, ""}};
+            return {{"twice", 2.0 * point, point > 0 ? "twice as much" : "", "twice it"},
+                    {"version_again", (double)version, ""}};
         };
         h.baseline = {"copies", [=](cudaStream_t stream) {
                           return cudaMemcpyAsync(copy, a.inp, a.N * C * sizeof(floatX), cudaMemcpyDeviceToDevice,

@@ -359,7 +359,12 @@ def test_points():
     for i, line in enumerate(timed):
         assert re.fullmatch(r"%s \| time \d+\.\d{4} ms \| \d+\.\d TFLOP/s \| \d+\.\d{3}x the copies%s(  <- best)?" % (
             ("one      ", "the other")[i % 2], (r"", r" \| twice as much")[i % 2]), line), line
-    assert re.search(r"^version +name +at +time \(ms\) +TFLOP/s +x the copies$", result.stderr, re.M)
+    assert re.search(r"^version +name +at +time \(ms\) +TFLOP/s +x the copies  twice it$", result.stderr, re.M)
+    table = [line for line in lines if re.match(r"\d+ ", line) and not line.endswith("skipped")]
+    ends = {"one": "       0.0", "the other": "       2.0"}  # a figure that has a column, at the best point
+    assert [int(line.split()[0]) for line in table] == list(RIGHT)
+    for line in table:
+        assert line.endswith(ends["the other" if " the other " in line else "one"]), line
     records = [json.loads(line) for line in result.stdout.splitlines()]
     records = [record for record in records if record["skipped"] is None]
     assert [record["at"] for record in records] == ["one", "the other"] * len(RIGHT)

@@ -684,14 +684,17 @@ TIMED = r"memory 25% +\| time \d+\.\d{4} ms \| \d+\.\d TFLOP/s \| \d+\.\d{3}x th
 def test_report():
     result = head("all", *SMALL, "--repeat", 2)
     assert (result.returncode, result.stderr) == (0, "")
-    lines = result.stdout.splitlines()[1:]
+    lines, shares = result.stdout.splitlines()[1:], []
     for version in VERSIONS:
         assert re.fullmatch(r'lm_head %d "\w+": B=2 T=20 C=24 V=301 bf16 tokens=uniform' % version, lines.pop(0))
         assert re.fullmatch(CHECKED, lines[0]), lines.pop(0)
         assert re.fullmatch(TIMED, lines[1]), lines[1]
+        shares.append(re.search(r"scratch (\S+)%", lines[1]).group(1))
         del lines[:2]
     assert lines[0] == "" and lines[1].split()[:3] == ["version", "name", "at"]
-    assert [int(line.split()[0]) for line in lines[2:2 + len(VERSIONS)]] == VERSIONS
+    assert lines[1].endswith("  scratch, % of the logits") and len(set(map(len, lines[1:2 + len(VERSIONS)]))) == 1
+    table = [line.split() for line in lines[2:2 + len(VERSIONS)]]
+    assert [int(row[0]) for row in table] == VERSIONS and [row[-1] for row in table] == shares
 
 
 @pytest.mark.parametrize("options", [
