@@ -1,10 +1,11 @@
 // What cublasLt.h declares. Blocks of the result spread over the cores, as the blocks of a kernel do. A block's sums
 // are made by a BLAS, if there is one: libopenblas.so.0 or libblas.so.3, found at run time, or what BOOKENDS_BLAS
-// names; BOOKENDS_BLAS=none is for none. Else, by loops.
+// names; BOOKENDS_BLAS=none is for none. Else, by loops; where the one that is named will not do, a line says so.
 
 #include "cublasLt.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <dlfcn.h>
 #include <string>
@@ -59,19 +60,29 @@ using sgemm_function = void (*)(const char *, const char *, const int *, const i
                                 const float *, const int *, const float *, const int *, const float *, float *,
                                 const int *);
 
-// The BLAS's, or null. Its own threads would only be in the way of ours.
+// A library's, or null; its own threads would only be in the way of ours.
+sgemm_function sgemm_of(const char *name) {
+    void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    if (!library) return nullptr;
+    auto threads = (void (*)(int))dlsym(library, "openblas_set_num_threads");
+    auto found = (sgemm_function)dlsym(library, "sgemm_");
+    if (threads) threads(1);
+    return found;
+}
+
+// The BLAS's, or null. One that is named and will not do is worth a line, not an error: loops do it too, more slowly.
+// No other BLAS takes its place, since whoever names one wants to see that one at work.
 sgemm_function find_sgemm() {
     const char *wanted = getenv("BOOKENDS_BLAS");
-    if (wanted && std::string(wanted) == "none") return nullptr;
-    for (const char *name : {wanted, "libopenblas.so.0", "libblas.so.3"}) {
-        void *library = name ? dlopen(name, RTLD_NOW | RTLD_LOCAL) : nullptr;
-        if (!library) continue;
-        auto threads = (void (*)(int))dlsym(library, "openblas_set_num_threads");
-        auto found = (sgemm_function)dlsym(library, "sgemm_");
-        if (threads) threads(1);
-        if (found) return found;
+    if (!wanted || !*wanted) {
+        const sgemm_function found = sgemm_of("libopenblas.so.0");
+        return found ? found : sgemm_of("libblas.so.3");
     }
-    return nullptr;
+    if (std::string(wanted) == "none") return nullptr;
+    const sgemm_function found = sgemm_of(wanted);
+    const char *why = found ? nullptr : dlerror();
+    if (!found) fprintf(stderr, "BOOKENDS_BLAS: %s; products are made by loops\n", why ? why : wanted);
+    return found;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -137,3 +138,15 @@ def test_what_does_not_fit_is_refused():
         assert library().cublasLtMatmulAlgoGetHeuristic(product.handle, product.desc, *wrong, wrong[2],
                                                         product.preference, 4, results, ctypes.byref(found)) in \
             (INVALID_VALUE, NOT_SUPPORTED)
+
+
+@pytest.mark.parametrize("name, why", [("/nowhere/libblas.so", "/nowhere/libblas.so"), ("libm.so.6", "sgemm_")])
+def test_a_blas_that_will_not_do_is_reported(name, why):
+    """Once, however many products; the loops make them then."""
+    result = bookends.run("lm_head", "all", "-b", 2, "-t", 8, "-c", 24, "-v", 300, "--check",
+                          env={**os.environ, "BOOKENDS_BLAS": name})
+    assert result.returncode == 0 and result.stdout.count(": ok") == 5, result
+    line, = result.stderr.splitlines()
+    assert line.startswith("BOOKENDS_BLAS: ") and why in line and "loops" in line
+    result = bookends.run("lm_head", "--list", env={**os.environ, "BOOKENDS_BLAS": name})
+    assert (result.returncode, result.stderr) == (0, "")
