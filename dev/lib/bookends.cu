@@ -178,10 +178,10 @@ extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int fla
     problem.V = V;
     problem.type = types[dtype];
     problem.gradient_type = types[grad_dtype];
-    problem.dX = flags & BK_LM_HEAD_DX;
-    problem.dW = flags & BK_LM_HEAD_DW;
-    problem.dbias = flags & BK_LM_HEAD_DBIAS;
-    problem.bias = flags & BK_LM_HEAD_BIAS;
+    problem.dX = (flags & BK_LM_HEAD_DX) && C > 0;  // what has no elements is in no plan
+    problem.dW = (flags & BK_LM_HEAD_DW) && C > 0 && V > 0;
+    problem.dbias = (flags & BK_LM_HEAD_DBIAS) && V > 0;
+    problem.bias = (flags & BK_LM_HEAD_BIAS) && V > 0;
     problem.tf32 = (flags & BK_LM_HEAD_TF32) && dtype == BK_FP32;
     problem.options = options_of(options);
     problem.memory = memory;
@@ -206,12 +206,18 @@ extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int fla
 
 extern "C" size_t bk_lm_head_workspace_bytes(const bk_lm_head *plan) { return plan ? plan->plan.bytes : 0; }
 
-// run(plan's pointers in their types), or BK_ERROR_NULL.
+// run(plan's pointers in their types), or BK_ERROR_NULL. Arrays that have no elements may be null, as torch's are,
+// or not: for the plan they are.
 template <typename Run>
-static int with_plan(const bk_lm_head *plan, const LmHeadArguments<void, void> &a, Run run) {
+static int with_plan(const bk_lm_head *plan, LmHeadArguments<void, void> a, bool tuning, Run run) {
     if (!plan) return BK_ERROR_NULL;
     const LmHeadProblem &p = plan->plan.problem;
     if (p.N == 0) return BK_OK;
+    if (p.C == 0) a.dX = nullptr;
+    if (p.C == 0 || p.V == 0) a.dW = nullptr;
+    if (p.V == 0) a.dbias = nullptr;
+    if (p.V == 0) a.bias = nullptr;
+    if (!tuning && ((a.dbias != nullptr) != p.dbias || !a.targets)) return BK_ERROR_NULL;
     if ((a.dX != nullptr) != p.dX || (a.dW != nullptr) != p.dW || (a.bias != nullptr) != p.bias) return BK_ERROR_NULL;
     if ((!a.X && p.C > 0) || (!a.W && p.C > 0 && p.V > 0) || !a.workspace) return BK_ERROR_NULL;
     cudaGetLastError();  // an error that an earlier call left behind is not this launch's
@@ -232,7 +238,7 @@ extern "C" int bk_lm_head_tune(bk_lm_head *plan, void *dX, void *dW, const void 
                                void *workspace, bk_stream stream) {
     const LmHeadArguments<void, void> given = {dX, dW,   nullptr, nullptr, nullptr, X,
                                                W,  bias, nullptr, nullptr, nullptr, (char *)workspace};
-    return with_plan(plan, given, [=](const auto &args) { return lm_head_tune(plan->plan, args, stream); });
+    return with_plan(plan, given, true, [=](const auto &args) { return lm_head_tune(plan->plan, args, stream); });
 }
 
 extern "C" int bk_lm_head_run(const bk_lm_head *plan, void *dX, void *dW, void *dbias, float *losses, float *lse,
@@ -240,8 +246,5 @@ extern "C" int bk_lm_head_run(const bk_lm_head *plan, void *dX, void *dW, void *
                               const float *dlosses, int64_t *status, void *workspace, bk_stream stream) {
     const LmHeadArguments<void, void> given = {
         dX, dW, dbias, losses, lse, X, W, bias, targets, dlosses, (status_word *)status, (char *)workspace};
-    if (plan && plan->plan.problem.N > 0 && ((dbias != nullptr) != plan->plan.problem.dbias || !targets)) {
-        return BK_ERROR_NULL;
-    }
-    return with_plan(plan, given, [=](const auto &args) { return lm_head(plan->plan, args, stream); });
+    return with_plan(plan, given, false, [=](const auto &args) { return lm_head(plan->plan, args, stream); });
 }

@@ -345,6 +345,34 @@ def test_accumulation_over_calls(dtype, grad, version):
 
 
 @every_version
+@every_grad
+def test_arrays_of_no_elements_may_be_null(dtype, grad, version):
+    """Which they are makes no difference; those that have some may not be."""
+    N = 3
+    targets = Array(N, np.int32).put(np.full(N, IGNORE))
+    for C, V in ((0, 7), (5, 0), (0, 0)):
+        sizes = dict(dX=N * C, dW=V * C, dbias=V, X=N * C, W=V * C, bias=V)
+        with plan_for(N, C, V, EVERYTHING, None, 0, dtype, grad, version) as plan:
+            workspace = Array(bookends.library().bk_lm_head_workspace_bytes(plan), np.uint8)
+            arrays = {name: Array(size, np.uint32) for name, size in sizes.items()}
+
+            def run(a):
+                code = bookends.lm_head_tune(plan, a["dX"], a["dW"], a["X"], a["W"], a["bias"], workspace)
+                losses = Array(N, np.float32)
+                ran, status = bookends.lm_head_run(plan, a["dX"], a["dW"], a["dbias"], losses, None, a["X"], a["W"],
+                                                   a["bias"], targets, None, status_array(), workspace)
+                assert ran != OK or (code == OK and status == -1 and not losses.get().any())
+                return ran
+
+            empty = [name for name, size in sizes.items() if size == 0]
+            assert run(arrays) == OK
+            for names in (*([name] for name in empty), empty):
+                assert run({**arrays, **dict.fromkeys(names)}) == OK, (names, C, V)
+            for name in set(sizes) - set(empty):
+                assert run({**arrays, **dict.fromkeys([*empty, name])}) == bookends.ERROR_NULL, (name, C, V)
+
+
+@every_version
 @pytest.mark.parametrize("dtype, grad", [(FP16, FP16), (BF16, BF16)], ids=lambda d: d.name)
 def test_small_gradients_are_not_lost(dtype, grad, version):
     """A dW of 16 bits is rounded once: 64 rows that each add less than half an ulp add up, whatever their block."""
