@@ -320,6 +320,7 @@ struct LmHeadProblem {
     cudaDataType_t type = CUDA_R_16BF, gradient_type = CUDA_R_32F;
     bool dX = true, dW = true, bias = false, dbias = false;  // what there is, and which gradients are wanted
     bool tf32 = false;                                       // fp32 products with inputs rounded to TF32
+    bool bare = false;  // the products alone, for their time: dW is written, not added to
     ClassifierOptions options = {};
     size_t memory = 0;  // bytes of scratch at most: to be set for versions 3 on; 1 and 2 take what they need
     int version = 5;
@@ -371,13 +372,19 @@ struct LmHead {
         const bool pieces = way == LM_HEAD_VOCABULARY || whole_columns(columns) < columns;
         return problem.dX && problem.type != CUDA_R_32F && pieces;
     }
+    // A dW of 16 bits too, since cuBLASLt's own addition to it may round twice: first the product, then the sum with
+    // what was there (CUDA 13.0, H200). There is room for all of it, or for a tile's.
+    bool float_dW() const { return problem.dW && problem.gradient_type != CUDA_R_32F && !problem.bare; }
+    // And a dbias of 16 bits that several blocks of rows add to.
+    bool float_dbias() const {
+        return problem.dbias && problem.gradient_type != CUDA_R_32F && way == LM_HEAD_ROWS && blocks() > 1;
+    }
     // Slices of the rows for dbias: some 256 blocks, each of 128 rows at least.
     unsigned row_slices() const {
         const unsigned vector = problem.type == CUDA_R_32F ? 4 : 8;
         const unsigned across = ceil_div((unsigned)std::max(columns, 1), WARP_SIZE * vector);
         return std::min(ceil_div(256u, across), ceil_div((unsigned)rows, 128u));
     }
-    bool sums_rows() const { return way == LM_HEAD_ROWS && blocks() > 1 && problem.gradient_type != CUDA_R_32F; }
 };
 
 inline size_t lm_head_size(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
@@ -408,8 +415,8 @@ inline bool lm_head_layout(LmHead &plan) {
     plan.seen = part(plan.way != LM_HEAD_ROWS, rows * std::max(sizeof(TiledRow), sizeof(OnlineSoftmax)));
     plan.gradients = part(plan.way == LM_HEAD_VOCABULARY && plan.gradient(), rows * sizeof(ClassifierGradient));
     plan.dX = part(plan.float_dX(), rows * C * sizeof(float));
-    plan.dW = part(plan.sums_rows() && p.dW, V * C * sizeof(float));
-    plan.dbias = part(plan.sums_rows() && p.dbias, V * sizeof(float));
+    plan.dW = part(plan.float_dW(), plan.columns * C * sizeof(float));
+    plan.dbias = part(plan.float_dbias(), V * sizeof(float));
     plan.slices = part(p.dbias, plan.row_slices() * (double)plan.columns * sizeof(float));
     plan.gemm = part(true, (double)plan.gemm_bytes);
     plan.bytes = next + 255;  // the caller's memory begins anywhere
@@ -445,7 +452,7 @@ inline bool plan_rows(LmHead &plan, size_t memory, bool overlap) {
         plan.rows = rows;
         return lm_head_layout(plan) && plan.bytes <= memory;
     };
-    // A single block needs no sums in float: it may fit where one that is a little smaller doesn't.
+    // A single block needs no dbias in float: it may fit where one that is a little smaller doesn't.
     const int most = fits(p.N) ? p.N : largest_that_fits(1, p.N - 1, fits);
     if (most < 1) return false;
     const int unit = most >= 128 ? 128 : 1;
@@ -618,7 +625,7 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
     const bool logits = gemm.kind == GEMM_LOGITS, dW = gemm.kind == GEMM_DW;
     const cudaDataType_t type_of_dX = plan.float_dX() ? CUDA_R_32F : p.type;
-    const cudaDataType_t type_of_dW = plan.sums_rows() ? CUDA_R_32F : p.gradient_type;
+    const cudaDataType_t type_of_dW = plan.float_dW() ? CUDA_R_32F : p.gradient_type;
     const cudaDataType_t result = logits ? p.type : dW ? type_of_dW : type_of_dX;
     const int C = p.C, P = plan.P;
     const auto compute = p.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
@@ -902,7 +909,7 @@ struct LmHeadRun {
         });
     }
 
-    // first: nothing of these rows' dX, or of this tile's dW, is there yet.
+    // first: nothing of these rows' dX is there yet.
     cudaError_t make_dX(const floatX *dlogits, size_t row, int count, int tile, bool first, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
         if (!args.dX || C == 0) return cudaSuccess;
@@ -919,15 +926,21 @@ struct LmHeadRun {
         return round(args.dX + row * C, part<float>(plan.dX), (long long)count * C, false, stream);
     }
 
-    cudaError_t add_dW(const floatX *dlogits, size_t row, int count, int tile, bool first, cudaStream_t stream) const {
-        const size_t C = plan.problem.C;
+    // A dW in float is begun by the first block of rows, and added to dW behind the last.
+    cudaError_t add_dW(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
+        const size_t C = plan.problem.C, first = (size_t)tile * plan.columns;
         if (!args.dW || C == 0) return cudaSuccess;
-        return for_pieces(tile, [&](int at, int n) {
-            const size_t place = ((size_t)tile * plan.columns + at) * C;
-            void *const dW = plan.sums_rows() ? (void *)(part<float>(plan.dW) + place) : args.dW + place;
+        gradX *const tile_dW = args.dW + first * C;
+        float *const sums = part<float>(plan.dW);
+        const float beta = plan.problem.bare || (plan.float_dW() && row == 0) ? 0 : 1;
+        const cudaError_t error = for_pieces(tile, [&](int at, int n) {
+            void *const dW = plan.float_dW() ? (void *)(sums + at * C) : tile_dW + at * C;
             return gemm_run(plan, *find_gemm(plan, GEMM_DW, count, n, aligned), dW, args.X + row * C, dlogits + at,
-                            nullptr, first ? 0 : 1, workspace, stream);
+                            nullptr, beta, workspace, stream);
         });
+        const bool complete = row + count == (size_t)plan.problem.N;
+        if (error != cudaSuccess || !plan.float_dW() || !complete) return error;
+        return round(tile_dW, sums, columns_of(tile) * (long long)C, true, stream);
     }
 
     cudaError_t add_dbias(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
@@ -937,9 +950,10 @@ struct LmHeadRun {
         const dim3 grid(ceil_div(columns, WARP_SIZE * (unsigned)Packed128<floatX>::size), slices);
         lm_head_columns_kernel<floatX><<<grid, 1024, 0, stream>>>(sums, dlogits, count, columns, plan.P);
         const unsigned grid_size = ceil_div(columns, 256u);
-        if (plan.sums_rows()) {
-            lm_head_slices_kernel<float>
-                <<<grid_size, 256, 0, stream>>>(part<float>(plan.dbias), sums, columns, slices, row > 0);
+        if (plan.float_dbias()) {
+            float *const dbias = part<float>(plan.dbias);
+            lm_head_slices_kernel<float><<<grid_size, 256, 0, stream>>>(dbias, sums, columns, slices, row > 0);
+            if (row + count == (size_t)plan.problem.N) return round(args.dbias, dbias, columns, true, stream);
         } else {
             lm_head_slices_kernel<gradX>
                 <<<grid_size, 256, 0, stream>>>(args.dbias + (size_t)tile * plan.columns, sums, columns, slices, true);
@@ -961,16 +975,6 @@ struct LmHeadRun {
             lm_head_round_kernel<T, 1><<<grid_size, block_size, 0, stream>>>(out, sums, vectors, add);
         }
         return cudaGetLastError();
-    }
-
-    // What is behind all blocks: the sums over them that were kept in float.
-    cudaError_t add_sums(cudaStream_t stream) const {
-        const LmHeadProblem &p = plan.problem;
-        cudaError_t error = cudaSuccess;
-        if (!plan.sums_rows()) return error;
-        if (args.dW) error = round(args.dW, part<float>(plan.dW), (long long)p.V * p.C, true, stream);
-        if (args.dbias && error == cudaSuccess) error = round(args.dbias, part<float>(plan.dbias), p.V, true, stream);
-        return error;
     }
 
     // launch(args, softcap, extras) with the classifier's arguments for `count` rows from `row` on, whose logits these
@@ -1030,7 +1034,7 @@ cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t s
     });
     steps.then([&] { return run.make_dX(logits, 0, N, 0, true, stream); });
     steps.then([&] { return run.finish_dX(0, N, stream); });
-    steps.then([&] { return run.add_dW(logits, 0, N, 0, false, stream); });
+    steps.then([&] { return run.add_dW(logits, 0, N, 0, stream); });
     steps.then([&] { return run.add_dbias(logits, 0, N, 0, stream); });
     return steps.error;
 }
@@ -1067,10 +1071,9 @@ cudaError_t lm_head_by_rows(const LmHeadRun<floatX, gradX> &run, cudaStream_t st
             steps.then([&] { return run.make_dX(logits_of(part), row_of(part), rows_of(part), 0, true, stream); });
             steps.then([&] { return run.finish_dX(row_of(part), rows_of(part), stream); });
         }
-        steps.then([&] { return run.add_dW(logits, first, rows, 0, plan.sums_rows() && block == 0, stream); });
+        steps.then([&] { return run.add_dW(logits, first, rows, 0, stream); });
         if (run.args.dbias) wait(plan.done, parts, side, stream);
     }
-    steps.then([&] { return run.add_sums(stream); });
     return steps.error;
 }
 
@@ -1155,7 +1158,7 @@ cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStrea
             auto use = [&](int step, cudaStream_t s) {
                 const int tile = tile_of(step);
                 const cudaError_t error = run.make_dX(logits(tile), row, rows, tile, step == 0, s);
-                return error == cudaSuccess ? run.add_dW(logits(tile), row, rows, tile, false, s) : error;
+                return error == cudaSuccess ? run.add_dW(logits(tile), row, rows, tile, s) : error;
             };
             return lm_head_steps(plan, tiles, stream, make_again, look, use);
         });
@@ -1197,11 +1200,9 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
 
 // Tries the algorithms that cuBLASLt proposes for each product, on the run's own memory, and remembers the fastest. The
 // exception among these functions: it waits for the stream, and dX, dW and the workspace hold anything afterwards, so
-// its place is before the first run. Without it, a plan takes what cuBLASLt proposes first. add: sums are added to what
-// is there, as runs do it.
+// its place is before the first run. Without it, a plan takes what cuBLASLt proposes first.
 template <typename floatX, typename gradX>
-cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream,
-                         bool add = true) {
+cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
     constexpr int rounds = 4;  // of which the first is a warm-up
     const LmHeadRun<floatX, gradX> run(plan, args);
     cudaEvent_t start = nullptr, stop = nullptr;
@@ -1211,11 +1212,12 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
         if (gemm.aligned != run.aligned || gemm.candidates.size() < 2) continue;
         const bool logits = gemm.kind == GEMM_LOGITS;
         void *const dX = plan.float_dX() ? run.template part<void>(plan.dX) : args.dX;
-        void *const dW = plan.sums_rows() ? run.template part<void>(plan.dW) : args.dW;
+        void *const dW = plan.float_dW() ? run.template part<void>(plan.dW) : args.dW;
         void *const d = logits ? run.logits(0) : gemm.kind == GEMM_DX ? dX : dW;
         const void *const a = gemm.kind == GEMM_DW ? args.X : args.W;
         const void *const b = logits ? (const void *)args.X : run.logits(0);
-        const bool adds = add && (gemm.kind == GEMM_DW || (gemm.kind == GEMM_DX && plan.tiles() > 1));
+        const bool adds_dW = !plan.problem.bare && (!plan.float_dW() || plan.blocks() > 1);
+        const bool adds = gemm.kind == GEMM_DW ? adds_dW : gemm.kind == GEMM_DX && plan.tiles() > 1;
         const size_t count = gemm.candidates.size();
         std::vector<float> best(count, INFINITY);
         for (int round = 0; round < rounds; round++) {
@@ -1588,6 +1590,7 @@ void lm_head_race(Harness &h) {
     const double products = 1.0 + problem.dX + problem.dW;
     LmHeadProblem bare = problem;
     bare.version = 2;
+    bare.bare = true;
     bare.bias = bare.dbias = false;
     bare.gradient_type = problem.type;
     const Plan bare_plan = h.do_bench && h.version != 0 && has_room ? make_plan(bare) : nullptr;
@@ -1605,7 +1608,7 @@ void lm_head_race(Harness &h) {
             floatX *const logits = run.logits(0);
             cudaError_t error = run.make_logits(logits, 0, N, 0, stream);
             if (error == cudaSuccess) error = run.make_dX(logits, 0, N, 0, true, stream);
-            if (error == cudaSuccess) error = run.add_dW(logits, 0, N, 0, true, stream);
+            if (error == cudaSuccess) error = run.add_dW(logits, 0, N, 0, stream);
             return error;
         };
     }
@@ -1617,7 +1620,7 @@ void lm_head_race(Harness &h) {
     };
     h.before = [=](int version, cudaStream_t stream) {
         for (const Plan &plan : (*plans)[version]) cudaCheck(lm_head_tune(*plan, place(*plan), stream));
-        if (bare_plan) cudaCheck(lm_head_tune(*bare_plan, bare_args, stream, false));
+        if (bare_plan) cudaCheck(lm_head_tune(*bare_plan, bare_args, stream));
     };
     h.bytes = ((double)N * C * (1 + problem.dX) + (double)V * C) * sizeof(floatX) +
               (problem.dW ? 2.0 * V * C * sizeof(gradX) : 0) + (2.0 + wants_lse) * N * sizeof(float);
