@@ -617,6 +617,14 @@ inline bool sums_in_float(const cublasLtMatmulAlgo_t &algo) {
                      scheme == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
 }
 
+// Whether it splits one.
+inline bool splits_sum(const cublasLtMatmulAlgo_t &algo) {
+    int32_t parts = 0;
+    size_t written = 0;
+    cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts, sizeof(parts), &written);
+    return parts > 1;
+}
+
 // cuBLASLt's matrices are column-major: a row-major (R, S) is its (S, R). So with x = logits:
 //   x^T (columns, rows) = W (columns, C) X^T (C, rows)      dX^T (C, rows) = W^T (C, columns) x^T (columns, rows)
 //   dW^T (C, columns) = X^T (C, rows) x (rows, columns)
@@ -681,6 +689,13 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
     };
     gemm.candidates.erase(std::remove_if(gemm.candidates.begin(), gemm.candidates.end(), refused),
                           gemm.candidates.end());
+    // Those that split the sum round a logit of 16 bits twice where there is a bias, before they add it and after (CUDA
+    // 13.0, H200): only if there are no others.
+    if (logits && p.bias && p.type != CUDA_R_32F) {
+        auto whole = [](const cublasLtMatmulHeuristicResult_t &result) { return !splits_sum(result.algo); };
+        const auto split = std::stable_partition(gemm.candidates.begin(), gemm.candidates.end(), whole);
+        if (split != gemm.candidates.begin()) gemm.candidates.erase(split, gemm.candidates.end());
+    }
     if (preference) cublasLtMatmulPreferenceDestroy(preference);
     if (status == CUBLAS_STATUS_SUCCESS && gemm.candidates.empty()) status = CUBLAS_STATUS_NOT_SUPPORTED;
     return status;
