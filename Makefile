@@ -20,10 +20,12 @@ COMMIT ?= $(or $(shell git describe --always --dirty --abbrev=12 2>/dev/null),un
 WARNINGS := -Wall -Wextra
 
 ifeq ($(DEVICE),cuda)
-  # ARCHS="80 90" builds for those compute capabilities; by default for the GPU at hand. sm_90 is built as sm_90a, which
-  # is the same machine and allows its own instructions.
+  # ARCHS="80 90" builds for those compute capabilities; by default for those of the GPUs at hand, as they tell them.
+  # sm_90 is built as sm_90a, which is the same machine and allows its own instructions; -arch=native leaves them out.
+  SMI := nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null
+  FOR := $(or $(ARCHS),$(shell $(SMI) | sed -nE 's/^([89]|[1-9][0-9])\.([0-9])$$/\1\2/p' | sort -u))
   gencode = -gencode=arch=compute_$(1:90=90a),code=sm_$(1:90=90a)
-  ARCH_FLAGS := $(if $(ARCHS),$(foreach a,$(ARCHS),$(call gencode,$(a))),-arch=native)
+  ARCH_FLAGS := $(or $(foreach a,$(FOR),$(call gencode,$(a))),-arch=native)
   COMPILE := $(or $(NVCC),nvcc) -std=c++17 -O3 -lineinfo $(ARCH_FLAGS) -Xcompiler=-fPIC $(addprefix -Xcompiler=,$(WARNINGS))
   LINK := $(or $(NVCC),nvcc) $(ARCH_FLAGS)
   SHARED := -shared

@@ -191,8 +191,10 @@ def test_only_what_multiplies_matrices_links_cublaslt(tree):
 @needs_build
 def test_cuda_flags(tree):
     """What would be run for a GPU, whether or not there is one."""
-    text = make(tree, "-n", "DEVICE=cuda", "all", "lib").stdout
+    text = make(tree, "-n", "DEVICE=cuda", "SMI=echo", "all", "lib").stdout
     assert "-arch=native" in text and "dev/cpu" not in text and "-lineinfo" in text
+    text = make(tree, "-n", "DEVICE=cuda", "SMI=printf '9.0\\n6.1\\n10.3\\n9.0\\n'", "all").stdout
+    assert set(re.findall(r"code=(\w+)", text)) == {"sm_90a", "sm_103"} and "native" not in text
     text = make(tree, "-n", "DEVICE=cuda", "ARCHS=80 90", "all").stdout
     assert "arch=compute_80,code=sm_80" in text and "arch=compute_90a,code=sm_90a" in text and "native" not in text
 
