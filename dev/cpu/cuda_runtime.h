@@ -222,6 +222,22 @@ inline cudaError_t cudaCtxResetPersistingL2Cache() { return cudaSuccess; } // th
 cudaError_t cudaDeviceReset(); // forgets a sticky error; memory, streams and events stay
 cudaError_t cudaRuntimeGetVersion(int *version);
 cudaError_t cudaDriverGetVersion(int *version);
+
+// The driver's functions by name; here there is cuTensorMapEncodeTiled (cudaTypedefs.h).
+enum cudaDriverEntryPointQueryResult {
+    cudaDriverEntryPointSuccess = 0,
+    cudaDriverEntryPointSymbolNotFound = 1,
+    cudaDriverEntryPointVersionNotSufficent = 2 // CUDA's spelling
+};
+enum cudaGetDriverEntryPointFlags {
+    cudaEnableDefault = 0,
+    cudaEnableLegacyStream = 1,
+    cudaEnablePerThreadDefaultStream = 2
+};
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult *found = nullptr);
+
 cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value);
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel);
 

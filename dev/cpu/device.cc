@@ -1,9 +1,10 @@
 // The CPU device: what cuda_runtime.h, cooperative_groups.h and cuda/ptx declare. From the bottom up: stacks to switch
 // between, the threads of a block and where they meet, clusters of blocks, barriers in shared memory and bulk copies,
-// the blocks of a grid over the OS threads, then errors, memory, streams and queries.
+// the blocks of a grid over the OS threads, then errors, memory, streams, queries and tensor maps.
 
 #include "cuda_runtime.h"
 #include "cuda/ptx"
+#include "cudaTypedefs.h"
 
 #include <algorithm>
 #include <atomic>
@@ -176,18 +177,36 @@ struct cluster {
     seat seats[cluster_most];
 };
 
+// What a CUtensorMap holds.
+struct tensor {
+    uint64_t mark; // tensor_mark, by which a map is known
+    char *base;
+    uint64_t dims[2], row_bytes; // the last from row to row
+    uint32_t box[2], rank, element_bytes, swizzled;
+};
+static_assert(sizeof(tensor) <= sizeof(CUtensorMap));
+constexpr uint64_t tensor_mark = 0x7e2507ab0c5d1e5au;
+
+// A tensor's box, and where it begins; of rank 0 where a bulk copy is just of bytes.
+struct tile {
+    tensor of;
+    int32_t at[2];
+};
+
 // Bulk copies that nobody has waited for, thus not done: into shared memory, and out of it, where a thread groups them.
 struct bulk_in {
     void *to;
     const void *from;
     unsigned bytes;
     uint64_t *barrier;
+    tile part;
 };
 struct bulk_out {
     void *to;
     const void *from;
     unsigned bytes, group;
     int thread;
+    tile part;
 };
 
 // A grid being run.
@@ -862,12 +881,40 @@ unsigned mbarrier_parity(uint64_t state) {
     return unpack(state).phase;
 }
 
+// Moves what is inside of the tensor; the rest of the box becomes 0 in shared memory. A swizzle moves the 16-byte parts
+// of every 128 bytes of shared memory: the number of each, bits 4 to 6 of its address, is XORed with bits 7 to 9.
+static void move_tile(const tile &t, char *shared, bool load) {
+    const tensor &of = t.of;
+    const int64_t size = of.element_bytes, row = of.box[0] * size, part = of.swizzled ? 16 : row, x = t.at[0];
+    const int64_t begin = std::clamp<int64_t>(-x * size, 0, row);
+    const int64_t end = std::clamp<int64_t>(((int64_t)of.dims[0] - x) * size, begin, row); // of a row, inside
+    for (uint32_t r = 0; r < of.box[1]; r++) {
+        const int64_t y = t.at[1] + (int64_t)r;
+        const bool inside = y >= 0 && y < (int64_t)of.dims[1];
+        for (int64_t i = 0; i < row; i += part) {
+            uintptr_t place = (uintptr_t)shared + r * row + i;
+            if (of.swizzled) place ^= place >> 3 & 0x70;
+            const int64_t from = std::clamp(begin, i, i + part), to = std::clamp(end, i, i + part);
+            if (load) memset((void *)place, 0, part);
+            if (!inside || from >= to) continue;
+            char *const here = (char *)place + (from - i);
+            char *const there = of.base + (y * (int64_t)of.row_bytes + x * size + from);
+            memcpy(load ? here : there, load ? there : here, to - from);
+        }
+    }
+}
+
+static void finish(const worker &w, const bulk_in &copy) {
+    if (copy.part.of.rank) move_tile(copy.part, (char *)copy.to, true);
+    else memcpy(copy.to, copy.from, copy.bytes);
+    update(w, "cp_async_bulk", copy.barrier, -(long long)copy.bytes, 0);
+}
+
 static void finish_loads(worker &w, const uint64_t *barrier) {
     size_t left = 0;
     for (const bulk_in &copy : w.loads) {
         if (copy.barrier == barrier) {
-            memcpy(copy.to, copy.from, copy.bytes);
-            update(w, "cp_async_bulk", copy.barrier, -(long long)copy.bytes, 0);
+            finish(w, copy);
         } else {
             w.loads[left++] = copy;
         }
@@ -892,39 +939,94 @@ bool mbarrier_poll(const char *name, uint64_t *barrier, unsigned parity) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Bulk copies. They are done as late as can be: when a thread waits.
 
-static void check_bulk(const worker &w, const void *to, const void *from, unsigned bytes, const void *shared) {
-    if (((uintptr_t)to | (uintptr_t)from | bytes) % 16)
-        fail("cp_async_bulk of %u bytes from %p to %p: all must be multiples of 16", bytes, from, to);
-    const int rank = owner(w, shared);
-    if (rank >= 0 && (const char *)shared + bytes > w.gang->seats[rank].shared + w.grid->shared)
-        fail("cp_async_bulk of %u bytes from %p to %p: beyond the dynamic shared memory", bytes, from, to);
-    check_there(w, "cp_async_bulk", rank);
+static void check_memory([[maybe_unused]] const void *p, [[maybe_unused]] size_t bytes) {
 #ifdef __SANITIZE_ADDRESS__ // complains here, in the kernel's line, not where the copy is done
-    for (const void *p : {to, from})
-        if (const void *bad = __asan_region_is_poisoned((void *)p, bytes)) (void)*(const volatile char *)bad;
+    if (const void *bad = __asan_region_is_poisoned((void *)p, bytes)) (void)*(const volatile char *)bad;
 #endif
 }
 
+static void check_bulk(const worker &w, const char *name, const void *to, const void *from, unsigned bytes,
+                       const void *shared) {
+    const int rank = owner(w, shared);
+    if (rank >= 0 && (const char *)shared + bytes > w.gang->seats[rank].shared + w.grid->shared)
+        fail("%s of %u bytes from %p to %p: beyond the dynamic shared memory", name, bytes, from, to);
+    check_there(w, name, rank);
+}
+
+static void check_bytes(const worker &w, const void *to, const void *from, unsigned bytes, const void *shared) {
+    if (((uintptr_t)to | (uintptr_t)from | bytes) % 16)
+        fail("cp_async_bulk of %u bytes from %p to %p: all must be multiples of 16", bytes, from, to);
+    check_bulk(w, "cp_async_bulk", to, from, bytes, shared);
+    check_memory(to, bytes);
+    check_memory(from, bytes);
+}
+
+static void load(worker &w, const char *name, const bulk_in &copy, bool near) {
+    uint64_t *const barrier = copy.barrier;
+    check_barrier(w, name, near, barrier);
+    read(w, name, barrier, __atomic_load_n(barrier, __ATOMIC_ACQUIRE));
+    const int rank = owner(w, barrier), to_rank = owner(w, copy.to);
+    if (rank >= 0 && to_rank >= 0 && rank != to_rank) fail_at(w, barrier, name, " is not where the copy goes");
+    if (rank < 0 || rank == w.rank) w.loads.push_back(copy);
+    else finish(w, copy); // waited for on another OS thread
+}
+
 void bulk_load(void *to, const void *from, unsigned bytes, uint64_t *barrier, bool near) {
-    worker &w = *self;
-    check_bulk(w, to, from, bytes, to);
-    check_barrier(w, "cp_async_bulk", near, barrier);
-    read(w, "cp_async_bulk", barrier, __atomic_load_n(barrier, __ATOMIC_ACQUIRE));
-    const int rank = owner(w, barrier), to_rank = owner(w, to);
-    if (rank >= 0 && to_rank >= 0 && rank != to_rank)
-        fail_at(w, barrier, "cp_async_bulk", " is not where the copy goes");
-    if (rank < 0 || rank == w.rank) {
-        w.loads.push_back({to, from, bytes, barrier});
-    } else { // waited for on another OS thread
-        memcpy(to, from, bytes);
-        update(w, "cp_async_bulk", barrier, -(long long)bytes, 0);
-    }
+    check_bytes(*self, to, from, bytes, to);
+    load(*self, "cp_async_bulk", {to, from, bytes, barrier, {}}, near);
 }
 
 void bulk_store(void *to, const void *from, unsigned bytes) {
     worker &w = *self;
-    check_bulk(w, to, from, bytes, from);
-    w.stores.push_back({to, from, bytes, w.groups[thread_index] + 1, thread_index});
+    check_bytes(w, to, from, bytes, from);
+    w.stores.push_back({to, from, bytes, w.groups[thread_index] + 1, thread_index, {}});
+}
+
+// The box at `at` of the tensor that the map is of, which is read here and now, and how many bytes it has.
+static tile find_tile(const void *map, int rank, const int32_t *at, unsigned *bytes) {
+    const char *const name = "cp_async_bulk_tensor";
+    if ((uintptr_t)map % 64) fail("%s: the tensor map at %p is not aligned to 64 bytes", name, map);
+    tile t{};
+    memcpy(&t.of, map, sizeof t.of);
+    if (t.of.mark != tensor_mark) fail("%s: there is no tensor map at %p", name, map);
+    if (t.of.rank != (uint32_t)rank) fail("%s: %d coordinates in a tensor of %u dimensions", name, rank, t.of.rank);
+    for (int i = 0; i < rank; i++) t.at[i] = at[i];
+    *bytes = t.of.box[0] * t.of.box[1] * t.of.element_bytes;
+    return t;
+}
+
+static void check_tile(const worker &w, const tile &t, const void *to, const void *from, unsigned bytes,
+                       const void *shared) {
+    const char *const name = "cp_async_bulk_tensor";
+    const tensor &of = t.of;
+    if ((uintptr_t)shared % 128)
+        fail("%s of %u bytes from %p to %p: not aligned to 128 bytes in shared memory", name, bytes, from, to);
+    if (of.swizzled && of.box[0] * of.element_bytes != 128) // where narrower rows come to lie is written nowhere
+        fail("%s of rows of %u bytes, with a swizzle of 128", name, of.box[0] * of.element_bytes);
+    check_bulk(w, name, to, from, bytes, shared);
+    check_memory(shared, bytes);
+#ifdef __SANITIZE_ADDRESS__
+    const int64_t size = of.element_bytes, x = t.at[0];
+    const int64_t begin = std::max<int64_t>(x, 0), end = std::min<int64_t>(x + of.box[0], (int64_t)of.dims[0]);
+    const int64_t last = std::min<int64_t>(t.at[1] + (int64_t)of.box[1], (int64_t)of.dims[1]);
+    for (int64_t y = std::max(t.at[1], 0); begin < end && y < last; y++)
+        check_memory(of.base + y * (int64_t)of.row_bytes + begin * size, (end - begin) * size);
+#endif
+}
+
+void tensor_load(void *to, const void *map, int rank, const int32_t *at, uint64_t *barrier, bool near) {
+    unsigned bytes;
+    const tile t = find_tile(map, rank, at, &bytes);
+    check_tile(*self, t, to, t.of.base, bytes, to);
+    load(*self, "cp_async_bulk_tensor", {to, t.of.base, bytes, barrier, t}, near);
+}
+
+void tensor_store(const void *map, int rank, const int32_t *at, const void *from) {
+    worker &w = *self;
+    unsigned bytes;
+    const tile t = find_tile(map, rank, at, &bytes);
+    check_tile(w, t, t.of.base, from, bytes, from);
+    w.stores.push_back({t.of.base, from, bytes, w.groups[thread_index] + 1, thread_index, t});
 }
 
 void bulk_commit() { self->groups[thread_index]++; }
@@ -933,9 +1035,10 @@ void bulk_wait(int groups) {
     worker &w = *self;
     size_t left = 0;
     for (const bulk_out &copy : w.stores) {
-        if (copy.thread == thread_index && (int)(w.groups[thread_index] - copy.group) >= groups)
-            memcpy(copy.to, copy.from, copy.bytes);
-        else w.stores[left++] = copy;
+        if (copy.thread != thread_index || (int)(w.groups[thread_index] - copy.group) < groups)
+            w.stores[left++] = copy;
+        else if (copy.part.of.rank) move_tile(copy.part, (char *)copy.from, false);
+        else memcpy(copy.to, copy.from, copy.bytes);
     }
     w.stores.resize(left);
 }
@@ -1763,3 +1866,48 @@ cudaError_t cudaRuntimeGetVersion(int *version) {
     return done(cudaSuccess);
 }
 cudaError_t cudaDriverGetVersion(int *version) { return cudaRuntimeGetVersion(version); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The driver's functions.
+
+static CUresult encode_tiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *base,
+                             const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
+                             const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
+                             CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                             CUtensorMapFloatOOBfill fill) {
+    constexpr unsigned sizes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2}; // by type
+    const CUresult bad = CUDA_ERROR_INVALID_VALUE;
+    if (!map || (uintptr_t)map % 64 || !base || (uintptr_t)base % 16 || rank < 1 || rank > 2) return bad;
+    if (!dims || !box || !element_strides || (rank > 1 && !strides)) return bad;
+    if ((unsigned)type >= std::size(sizes) || (unsigned)promotion > CU_TENSOR_MAP_L2_PROMOTION_L2_256B) return bad;
+    if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) return bad;
+    if (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && swizzle != CU_TENSOR_MAP_SWIZZLE_128B) return bad;
+    cpu::tensor t{cpu::tensor_mark, (char *)base, {1, 1}, 0, {1, 1}, rank, sizes[type], swizzle != 0};
+    for (cuuint32_t i = 0; i < rank; i++) {
+        if (dims[i] < 1 || dims[i] > 1ull << 32 || box[i] < 1 || box[i] > 256 || element_strides[i] != 1) return bad;
+        t.dims[i] = dims[i];
+        t.box[i] = box[i];
+    }
+    if (rank > 1) {
+        if (strides[0] % 16 || strides[0] >= 1ull << 40) return bad;
+        t.row_bytes = strides[0];
+    }
+    const unsigned row = t.box[0] * t.element_bytes;
+    if (row % 16 || (t.swizzled && row > 128)) return bad;
+    *map = {};
+    memcpy(map, &t, sizeof t);
+    return CUDA_SUCCESS;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
+                                             unsigned long long flags, cudaDriverEntryPointQueryResult *found) {
+    if (!symbol || !function || version > CUDART_VERSION || flags > cudaEnablePerThreadDefaultStream)
+        return done(cudaErrorInvalidValue);
+    const bool known = !strcmp(symbol, "cuTensorMapEncodeTiled"), there = known && version >= 12000;
+    const PFN_cuTensorMapEncodeTiled_v12000 encode = encode_tiled;
+    *function = there ? (void *)encode : nullptr;
+    if (found)
+        *found = there ? cudaDriverEntryPointSuccess
+                       : known ? cudaDriverEntryPointVersionNotSufficent : cudaDriverEntryPointSymbolNotFound;
+    return done(cudaSuccess);
+}

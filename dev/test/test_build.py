@@ -125,6 +125,8 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
     ("dev/cpu/cublasLt.cc", PRODUCTS),
     ("dev/cpu/cublasLt.h", PRODUCTS | LIBRARY | {"lm_head.o"}),
     ("dev/cpu/cuda_runtime.h", DEVICE | PRODUCTS | LIBRARY | OBJECTS),
+    ("dev/cpu/cuda.h", DEVICE),
+    ("dev/cpu/cudaTypedefs.h", DEVICE),
     ("dev/cpu/cuda/ptx", DEVICE | LIBRARY | OBJECTS),
     ("dev/cpu/cooperative_groups.h", LIBRARY | {"classifier_fused", "classifier_fused.o", "lm_head", "lm_head.o"}),
     ("dev/cpu/rewrite.sed", LIBRARY | OBJECTS | BINARIES),
