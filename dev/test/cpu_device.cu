@@ -5,6 +5,7 @@
 
 #include <cooperative_groups.h>
 #include <cuda/ptx>
+#include <cudaTypedefs.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -1172,6 +1173,264 @@ void case_bulk_ring() {
     test_bulk_ring<5>();
 }
 
+// Tensor maps, and the bulk copies of their boxes.
+
+PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+    void *encode = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
+    expect(found == cudaDriverEntryPointSuccess && encode, "cuTensorMapEncodeTiled: found %d", (int)found);
+    return (PFN_cuTensorMapEncodeTiled_v12000)encode;
+}
+
+// What cuTensorMapEncodeTiled takes: a matrix of rows x columns of 16 or 32 bits, and its box.
+struct tensor_spec {
+    CUtensorMapDataType type;
+    cuuint64_t dims[2], stride;
+    cuuint32_t box[2];
+    CUtensorMapSwizzle swizzle;
+    cuuint32_t rank = 2, element_strides[2] = {1, 1};
+    size_t offset = 0; // of the base
+
+    CUresult encode(CUtensorMap *map, void *base) const {
+        return tensor_map_encoder()(map, type, rank, (char *)base + offset, dims, &stride, box, element_strides,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    }
+    CUtensorMap map(void *base) const {
+        CUtensorMap map;
+        const CUresult result = encode(&map, base);
+        expect(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled: %d", (int)result);
+        return map;
+    }
+    size_t size() const { return type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2; }
+    size_t elements() const { return dims[1] * stride / size(); } // with what is between the rows
+    int box_bytes() const { return (int)(box[0] * box[1] * size()); }
+    size_t at(size_t row, size_t column) const { return row * stride / size() + column; }
+    bool inside(long long row, long long column) const {
+        return row >= 0 && row < (long long)dims[1] && column >= 0 && column < (long long)dims[0];
+    }
+    size_t in_box(size_t row, size_t column) const { // where in shared memory, in elements
+        size_t byte = (row * box[0] + column) * size();
+        if (swizzle == CU_TENSOR_MAP_SWIZZLE_128B) byte ^= (byte >> 7 & 7) << 4;
+        return byte / size();
+    }
+};
+
+// Rows that are longer than their elements, and that end amid 16 bytes.
+const tensor_spec tensor_specs[] = {
+    {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, {101, 37}, 224, {64, 16}, CU_TENSOR_MAP_SWIZZLE_128B},
+    {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, {101, 37}, 208, {64, 11}, CU_TENSOR_MAP_SWIZZLE_NONE},
+    {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {77, 19}, 320, {32, 9}, CU_TENSOR_MAP_SWIZZLE_128B},
+    {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {77, 19}, 336, {20, 7}, CU_TENSOR_MAP_SWIZZLE_NONE},
+    {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, {1000, 300}, 2000, {256, 200}, CU_TENSOR_MAP_SWIZZLE_NONE}};
+
+const int corners[][2] = {{0, 0},   {8, 3},   {13, 5},    {-1, 2},  {2, -1},   {-7, -5}, {70, 6},    {6, 14},
+                          {71, 15}, {90, 35}, {-15, -6}, {-300, 0}, {0, -300}, {1000, 2}, {2, 1000}, {-20, 18}};
+
+// A number of its own for each element, nearly, which is finite in every type.
+template <class T> std::vector<T> numbers(size_t n) {
+    std::vector<T> v(n);
+    for (size_t i = 0; i < n; i++) v[i] = (T)(1 + i % 29989);
+    return v;
+}
+
+// Fetches the box at column x, row y and writes down how it lies in shared memory.
+template <class T>
+__global__ void load_box(const __grid_constant__ CUtensorMap map, T *out, int x, int y, int bytes, bool cluster) {
+#if SM_90
+    extern __shared__ __align__(1024) unsigned box_words[];
+    __shared__ uint64_t full;
+    for (int i = threadIdx.x; i < bytes / 4; i += blockDim.x) box_words[i] = ~0u;
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(&full, 1);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    ptx::fence_proxy_async(ptx::space_shared);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, bytes);
+        if (cluster)
+            ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, box_words, &map, {x, y}, &full);
+        else ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, box_words, &map, {x, y}, &full);
+    }
+    while (!ptx::mbarrier_try_wait_parity(&full, 0)) {}
+    for (int i = threadIdx.x; i < bytes / (int)sizeof(T); i += blockDim.x) out[i] = ((T *)box_words)[i];
+#endif
+}
+
+template <class T> void test_tensor_load(const tensor_spec &spec) {
+    const auto in = numbers<T>(spec.elements());
+    array<T> a(in), b(spec.box_bytes() / sizeof(T));
+    check(cudaFuncSetAttribute(load_box<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, spec.box_bytes()));
+    for (const auto &corner : corners) {
+        std::vector<T> want(b.n);
+        for (unsigned r = 0; r < spec.box[1]; r++)
+            for (unsigned c = 0; c < spec.box[0]; c++) {
+                const int x = corner[0] + (int)c, y = corner[1] + (int)r;
+                want[spec.in_box(r, c)] = spec.inside(y, x) ? in[spec.at(y, x)] : (T)0;
+            }
+        for (bool cluster : {false, true}) {
+            load_box<T><<<1, 64, spec.box_bytes()>>>(spec.map(a.p), b.p, corner[0], corner[1], spec.box_bytes(),
+                                                     cluster);
+            const std::string what = "the box at " + std::to_string(corner[0]) + ", " + std::to_string(corner[1]);
+            expect_equal(b.get(), want, what.c_str());
+        }
+    }
+}
+
+void case_tensor_load() {
+    SKIP_BEFORE_90();
+    for (const tensor_spec &spec : tensor_specs)
+        spec.size() == 4 ? test_tensor_load<float>(spec) : test_tensor_load<unsigned short>(spec);
+}
+
+// Every block moves a box, from one tensor to a place in another.
+__global__ void move_boxes(const __grid_constant__ CUtensorMap from, const __grid_constant__ CUtensorMap to, int2 at,
+                           int2 to_at, int2 box, int bytes) {
+#if SM_90
+    extern __shared__ __align__(1024) unsigned box_words[];
+    __shared__ uint64_t full;
+    if (threadIdx.x == 0) {
+        const int x = (int)blockIdx.x * box.x, y = (int)blockIdx.y * box.y;
+        const int corner[2] = {at.x + x, at.y + y};
+        ptx::mbarrier_init(&full, 1);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+        ptx::fence_proxy_async(ptx::space_shared);
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, bytes);
+        ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, box_words, &from, corner, &full);
+        while (!ptx::mbarrier_try_wait_parity(&full, 0)) {}
+        ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &to, {to_at.x + x, to_at.y + y}, box_words);
+        ptx::cp_async_bulk_commit_group();
+        ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+    }
+#endif
+}
+
+// Moves a grid of boxes; `captured`: in a graph, when the host's maps have gone.
+template <class T> void test_tensor_store(const tensor_spec &spec, dim3 grid, int2 at, int2 to_at, bool captured) {
+    const auto in = numbers<T>(spec.elements());
+    array<T> a(in), b(in.size(), 0);
+    auto want = std::vector<T>(in.size());
+    for (int r = 0; r < (int)(grid.y * spec.box[1]); r++)
+        for (int c = 0; c < (int)(grid.x * spec.box[0]); c++) {
+            if (!spec.inside(to_at.y + r, to_at.x + c)) continue;
+            const bool there = spec.inside(at.y + r, at.x + c);
+            want[spec.at(to_at.y + r, to_at.x + c)] = there ? in[spec.at(at.y + r, at.x + c)] : (T)0;
+        }
+    finish();
+    const int bytes = spec.box_bytes();
+    const int2 box = {(int)spec.box[0], (int)spec.box[1]};
+    check(cudaFuncSetAttribute(move_boxes, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    CUtensorMap from = spec.map(a.p), to = spec.map(b.p);
+    cudaStream_t s;
+    check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+    if (captured) check(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal));
+    move_boxes<<<grid, 32, bytes, s>>>(from, to, at, to_at, box, bytes);
+    check(cudaGetLastError());
+    if (captured) {
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        check(cudaStreamEndCapture(s, &graph));
+        memset((void *)&from, 0, sizeof from);
+        memset((void *)&to, 0, sizeof to);
+        check(cudaGraphInstantiate(&exec, graph, 0));
+        check(cudaGraphLaunch(exec, s));
+        check(cudaStreamSynchronize(s));
+        check(cudaGraphExecDestroy(exec));
+        check(cudaGraphDestroy(graph));
+    }
+    check(cudaStreamSynchronize(s));
+    expect_equal(b.get(), want, captured ? "boxes moved in a graph" : "boxes moved");
+    check(cudaStreamDestroy(s));
+}
+
+template <class T> void test_tensor_stores(const tensor_spec &spec) {
+    for (const auto &corner : corners) {
+        test_tensor_store<T>(spec, 1, {3, 2}, {corner[0], corner[1]}, false);
+        test_tensor_store<T>(spec, 1, {corner[0], corner[1]}, {3, 2}, false);
+    }
+    const dim3 all((unsigned)(spec.dims[0] + spec.box[0] - 1) / spec.box[0],
+                   (unsigned)(spec.dims[1] + spec.box[1] - 1) / spec.box[1]);
+    for (bool captured : {false, true}) test_tensor_store<T>(spec, all, {0, 0}, {0, 0}, captured);
+}
+
+void case_tensor_store() {
+    SKIP_BEFORE_90();
+    for (const tensor_spec &spec : tensor_specs)
+        spec.size() == 4 ? test_tensor_stores<float>(spec) : test_tensor_stores<unsigned short>(spec);
+}
+
+// One dimension, whose length need be no multiple of anything.
+__global__ void load_line(const __grid_constant__ CUtensorMap map, float *out, int x) {
+#if SM_90
+    __shared__ alignas(128) float line[32];
+    __shared__ uint64_t full;
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(&full, 1);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+        ptx::fence_proxy_async(ptx::space_shared);
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, 128);
+        ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, line, &map, {x}, &full);
+    }
+    __syncthreads();
+    while (!ptx::mbarrier_try_wait_parity(&full, 0)) {}
+    out[threadIdx.x] = line[threadIdx.x];
+#endif
+}
+
+void case_tensor_line() {
+    SKIP_BEFORE_90();
+    tensor_spec spec = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {45, 0}, 0, {32, 0}, CU_TENSOR_MAP_SWIZZLE_NONE};
+    spec.rank = 1;
+    const auto in = numbers<float>(64);
+    array<float> a(in), b(32);
+    for (int x : {0, 7, -5, 30, 45}) {
+        load_line<<<1, 32>>>(spec.map(a.p), b.p, x);
+        std::vector<float> want(32);
+        for (int i = 0; i < 32; i++) want[i] = x + i >= 0 && x + i < 45 ? in[x + i] : 0;
+        expect_equal(b.get(), want, "a line");
+    }
+}
+
+void case_tensor_map() {
+    SKIP_BEFORE_90();
+    array<char> memory(1 << 16);
+    CUtensorMap map;
+    static_assert(sizeof map == 128 && alignof(CUtensorMap) >= 64);
+    const tensor_spec good = {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, {101, 37}, 224, {64, 16}, CU_TENSOR_MAP_SWIZZLE_128B};
+    expect(good.encode(&map, memory.p) == CUDA_SUCCESS, "a good one");
+    const auto refused = [&](const char *what, auto change) {
+        tensor_spec bad = good;
+        change(bad);
+        const CUresult result = bad.encode(&map, memory.p);
+        expect(result == CUDA_ERROR_INVALID_VALUE, "%s: %d", what, (int)result);
+    };
+    refused("no dimensions", [](tensor_spec &s) { s.rank = 0; });
+    refused("a base at 8 of 16 bytes", [](tensor_spec &s) { s.offset = 8; });
+    refused("no columns", [](tensor_spec &s) { s.dims[0] = 0; });
+    refused("no rows", [](tensor_spec &s) { s.dims[1] = 0; });
+    refused("more than 2^32 rows", [](tensor_spec &s) { s.dims[1] = (1ull << 32) + 1; });
+    refused("a stride of 216 bytes", [](tensor_spec &s) { s.stride = 216; });
+    refused("a stride of 2^40 bytes", [](tensor_spec &s) { s.stride = 1ull << 40; });
+    refused("a box of no columns", [](tensor_spec &s) { s.box[0] = 0; });
+    refused("a box of no rows", [](tensor_spec &s) { s.box[1] = 0; });
+    refused("a box of 257 rows", [](tensor_spec &s) { s.box[1] = 257; });
+    refused("a box of 264 columns", [](tensor_spec &s) {
+        s.box[0] = 264;
+        s.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+    });
+    refused("a box of 60 columns, 120 bytes", [](tensor_spec &s) { s.box[0] = 60; });
+    refused("a box of 72 columns and a swizzle", [](tensor_spec &s) { s.box[0] = 72; });
+    refused("an element stride of 0", [](tensor_spec &s) { s.element_strides[1] = 0; });
+
+    void *function = &map;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;
+    (void)cudaGetDriverEntryPointByVersion("cuTensorMapNoSuch", &function, 12000, cudaEnableDefault, &found);
+    (void)cudaGetLastError();
+    expect(found == cudaDriverEntryPointSymbolNotFound, "a function that is not there: %d", (int)found);
+}
+
 // Sums over the cluster, by reading every block's part.
 __global__ void cluster_sums(const int *in, int *out) {
 #if SM_90
@@ -1745,6 +2004,117 @@ void case_error_bulk() {
     KERNEL_ERROR(bulk_store_not_waited, 1, "thread 0 returned, and had not waited for its bulk copy of 48 bytes to ");
 }
 
+// Boxes of a tensor map, in memory of the test's own.
+alignas(16) int box_memory[32 * 32];
+CUtensorMap box_map, box_map_narrow;
+
+template <int rank, int shift> __global__ void box_bad(int *) {
+    __shared__ alignas(128) char tile[4096 + 128];
+    __shared__ uint64_t full;
+    ptx::mbarrier_init(&full, 1);
+    const int at[rank] = {};
+    ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, tile + shift, &box_map, at, &full);
+}
+__global__ void box_store_bad(int *) {
+    __shared__ alignas(128) char tile[4096 + 128];
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &box_map, {0, 0}, tile + 64);
+}
+__global__ void box_no_map(int *out) {
+    __shared__ alignas(128) char tile[4096];
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, out, {0, 0}, tile);
+}
+__global__ void box_map_crooked(int *out) {
+    __shared__ alignas(128) char tile[4096];
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, out + 1, {0, 0}, tile);
+}
+__global__ void box_narrow(int *) {
+    __shared__ alignas(1024) char tile[4096];
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &box_map_narrow, {0, 0}, tile);
+}
+__global__ void box_beyond(int *) {
+    extern __shared__ __align__(128) char bulk_bytes[];
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &box_map, {0, 0}, bulk_bytes + 128);
+}
+__global__ void box_unready(int *) {
+    __shared__ alignas(128) char tile[4096];
+    __shared__ uint64_t full;
+    ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, tile, &box_map, {0, 0}, &full);
+}
+__global__ void box_not_waited(int *) {
+    __shared__ alignas(128) char tile[4096];
+    __shared__ uint64_t full;
+    ptx::mbarrier_init(&full, 1);
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, 4096);
+    ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, tile, &box_map, {-40, 0}, &full);
+}
+__global__ void box_store_not_waited(int *) {
+    __shared__ alignas(128) char tile[4096];
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &box_map, {0, 40}, tile);
+    ptx::cp_async_bulk_commit_group();
+}
+__global__ void box_bytes_short(int *) { // what is outside of the tensor counts as well
+    __shared__ alignas(128) char tile[4096];
+    __shared__ uint64_t full;
+    ptx::mbarrier_init(&full, 1);
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, 2048);
+    ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, tile, &box_map, {0, 16}, &full);
+    while (!ptx::mbarrier_try_wait_parity(&full, 0)) {}
+}
+
+void case_error_tensor() {
+    tensor_spec spec = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {32, 32}, 128, {32, 32}, CU_TENSOR_MAP_SWIZZLE_128B};
+    box_map = spec.map(box_memory);
+    spec.box[0] = 16;
+    box_map_narrow = spec.map(box_memory);
+    const char *crooked = ": not aligned to 128 bytes in shared memory";
+    expect_kernel_error(box_bad<2, 64>, "box_bad<2, 64>", 1, crooked);
+    expect_kernel_error(box_bad<1, 0>, "box_bad<1, 0>", 1, ": 1 coordinates in a tensor of 2 dimensions");
+    KERNEL_ERROR(box_store_bad, 1, crooked);
+    KERNEL_ERROR(box_no_map, 1, "cp_async_bulk_tensor: there is no tensor map at ");
+    KERNEL_ERROR(box_map_crooked, 1, " is not aligned to 64 bytes");
+    KERNEL_ERROR(box_narrow, 1, "cp_async_bulk_tensor of rows of 64 bytes, with a swizzle of 128");
+    CLUSTER_ERROR(box_beyond, 1, 1, 4096, ": beyond the dynamic shared memory");
+    KERNEL_ERROR(box_unready, 1, " has not been initialised");
+    KERNEL_ERROR(box_not_waited, 1, "it returned, and nobody had waited for the bulk copy of 4096 bytes to ");
+    KERNEL_ERROR(box_store_not_waited, 1, "thread 0 returned, and had not waited for its bulk copy of 4096 bytes to ");
+    KERNEL_ERROR(box_bytes_short, 1, ", -2048 bytes)");
+}
+
+__global__ void box_early(int *out) { // as bulk copies are, these are done when a thread waits for them
+    __shared__ alignas(1024) int tile[1024];
+    __shared__ uint64_t full;
+    const int i = threadIdx.x;
+    if (i == 0) {
+        ptx::mbarrier_init(&full, 1);
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, 4096);
+        ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, tile, &box_map, {0, 0}, &full);
+    }
+    __syncthreads();
+    const int early = tile[i];
+    __syncthreads();
+    while (!ptx::mbarrier_try_wait_parity(&full, 0)) {}
+    tile[i] += early; // one less
+    __syncthreads();
+    if (i == 0) {
+        ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &box_map, {0, 0}, tile);
+        ptx::cp_async_bulk_commit_group();
+    }
+    out[i] = box_memory[i];
+    __syncthreads();
+    if (i == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+    __syncthreads();
+    out[i] = out[i] * 10 + box_memory[i];
+}
+
+void case_tensor_deferred() {
+    std::fill(std::begin(box_memory), std::end(box_memory), 7);
+    const tensor_spec spec = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {32, 32}, 128, {32, 32}, CU_TENSOR_MAP_SWIZZLE_128B};
+    box_map = spec.map(box_memory);
+    array<int> out(32);
+    box_early<<<1, 32>>>(out.p);
+    expect_equal(out.get(), std::vector<int>(32, 76), "boxes moved when they are waited for");
+}
+
 __global__ void block_leaves(int *) {
     if (cg::this_cluster().block_rank() == 1) return;
     cg::this_cluster().sync();
@@ -1883,6 +2253,21 @@ void case_overrun_bulk() {
     finish();
 }
 
+__global__ void write_past_tensor(const __grid_constant__ CUtensorMap map) { // whose tensor has a row too many
+    __shared__ alignas(128) int block_memory[64];
+    __shared__ uint64_t full;
+    ptx::mbarrier_init(&full, 1);
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, 256);
+    ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, block_memory, &map, {-2, 5}, &full);
+    while (!ptx::mbarrier_try_wait_parity(&full, 0)) {}
+}
+void case_overrun_tensor() {
+    array<int> a(8 * 8);
+    write_past_tensor<<<1, 1>>>(
+        tensor_spec{CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {8, 9}, 32, {8, 8}, CU_TENSOR_MAP_SWIZZLE_NONE}.map(a.p));
+    finish();
+}
+
 #else
 void only_cpu() { skip("about the CPU device only"); }
 constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_error_partial_masks = only_cpu,
@@ -1890,7 +2275,8 @@ constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_e
                case_overrun_global = only_cpu, case_overrun_shared = only_cpu, case_overrun_bulk = only_cpu,
                case_bulk_deferred = only_cpu, case_error_mbarrier = only_cpu, case_error_waits = only_cpu,
                case_error_bulk = only_cpu, case_error_cluster = only_cpu, case_error_cluster_memory = only_cpu,
-               case_slow_peer = only_cpu;
+               case_slow_peer = only_cpu, case_error_tensor = only_cpu, case_tensor_deferred = only_cpu,
+               case_overrun_tensor = only_cpu;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1905,12 +2291,13 @@ const struct {
     CASE(sub_warps), CASE(half_warps), CASE(sum_by_key), CASE(atomics), CASE(atomics16), CASE(atomics_vector),
     CASE(last_block), CASE(widen16), CASE(round16), CASE(arithmetic16), CASE(cache_hints), CASE(aligned_struct),
     CASE(vector_types), CASE(intrinsics), CASE(streams), CASE(graphs), CASE(launch_errors), CASE(launch_ex),
-    CASE(shared_forms), CASE(mbarrier), CASE(bulk_ring), CASE(cluster_sums), CASE(cluster_arrivals), CASE(cluster_grid),
+    CASE(shared_forms), CASE(mbarrier), CASE(bulk_ring), CASE(tensor_load), CASE(tensor_store), CASE(tensor_line),
+    CASE(tensor_map), CASE(cluster_sums), CASE(cluster_arrivals), CASE(cluster_grid),
     CASE(cluster_launch), CASE(cluster_alone), CASE(host_threads_clusters), CASE(error_words), CASE(error_barrier),
     CASE(error_warp), CASE(error_partial_masks), CASE(error_trap), CASE(launch_refused), CASE(poison),
-    CASE(overrun_global), CASE(overrun_shared), CASE(overrun_bulk), CASE(bulk_deferred), CASE(error_mbarrier),
-    CASE(error_waits), CASE(error_bulk), CASE(error_cluster), CASE(error_cluster_memory),
-    CASE(slow_peer),
+    CASE(overrun_global), CASE(overrun_shared), CASE(overrun_bulk), CASE(overrun_tensor),
+    CASE(bulk_deferred), CASE(tensor_deferred), CASE(error_mbarrier), CASE(error_waits), CASE(error_bulk),
+    CASE(error_tensor), CASE(error_cluster), CASE(error_cluster_memory), CASE(slow_peer),
 };
 
 int main(int argc, char **argv) {

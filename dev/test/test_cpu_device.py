@@ -47,7 +47,7 @@ def test_pool_sizes(threads):
 
 
 @pytest.mark.skipif(not ADDRESS_SANITIZER, reason="needs a build with SANITIZE=address")
-@pytest.mark.parametrize("case", ["overrun_global", "overrun_shared", "overrun_bulk"])
+@pytest.mark.parametrize("case", ["overrun_global", "overrun_shared", "overrun_bulk", "overrun_tensor"])
 def test_overrun_is_seen(case):
     result = run(case)
     if result.returncode == 77:
