@@ -196,7 +196,7 @@ def test_cuda_flags(tree):
     text = make(tree, "-n", "DEVICE=cuda", "SMI=echo", "all", "lib").stdout
     assert "-arch=native" in text and "dev/cpu" not in text and "-lineinfo" in text
     text = make(tree, "-n", "DEVICE=cuda", "SMI=printf '9.0\\n6.1\\n10.3\\n9.0\\n'", "all").stdout
-    assert set(re.findall(r"code=(\w+)", text)) == {"sm_90a", "sm_103"} and "native" not in text
+    assert set(re.findall(r",code=(\w+)", text)) == {"sm_90a", "sm_103"} and "native" not in text
     text = make(tree, "-n", "DEVICE=cuda", "ARCHS=80 90", "all").stdout
     assert "arch=compute_80,code=sm_80" in text and "arch=compute_90a,code=sm_90a" in text and "native" not in text
 
