@@ -160,7 +160,7 @@ enum {
  *   options     of the classifier; null: the defaults
  *   memory      bytes of workspace at most; 0: a quarter of the logits (N * V of dtype), or more where that is too
  *               little for the version to make sense. Too few for the version: BK_ERROR_MEMORY. Versions 1 and 2 hold
- *               all logits; a dW of 16 bits needs more than one of 32: its sums in float, all of them where rows are cut
+ *               all logits; a dW of 16 bits needs more than one of 32: sums in float, all of them where rows are cut
  *               into blocks or not at all, of a tile where the vocabulary is cut
  *   grad_dtype  of dW and dbias: dtype, or BK_FP32
  *   version     0 is the last, the best known; 1.. are those that `lm_head --list` shows
