@@ -148,8 +148,11 @@ struct Exponent {
 };
 
 // What a sum that counts from one maximum is multiplied with, to count from another one.
+__device__ inline float rescale(float from, const Exponent &of_from, float to, const Exponent &of_to, float power) {
+    return fast_exp2(fmaf(from - to, power, of_to.off(to) - of_from.off(from)));
+}
 __device__ inline float rescale(float from, float to, float power) {
-    return fast_exp2(fmaf(from - to, power, Exponent(to, power).off(to) - Exponent(from, power).off(from)));
+    return rescale(from, Exponent(from, power), to, Exponent(to, power), power);
 }
 
 // What more there is to do for each element of a row, at compile time: nothing; the sum of the values, for label
@@ -229,6 +232,15 @@ struct OnlineSoftmax {
 struct RunningSoftmax : OnlineSoftmax {
     Exponent exponent;
     __device__ explicit RunningSoftmax(float power) : exponent(max, power) {}
+
+    // A value has come by that may be the largest.
+    __device__ void raise(float largest, float power) {
+        if (!(largest > max)) return;
+        const Exponent next(largest, power);
+        if (sum > 0) sum *= rescale(max, exponent, largest, next, power);
+        max = largest;
+        exponent = next;
+    }
 };
 
 // The largest of a vector's elements; 16-bit ones go two an instruction. A NaN is none.
@@ -286,11 +298,7 @@ __device__ void see(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count
         }
         largest = fmaxf(largest, value_and_slope<softcap, extras>(most, args, &slope));
     }
-    if (largest > seen.max) {
-        if (seen.sum > 0) seen.sum *= rescale(seen.max, largest, args.power);
-        seen.max = largest;
-        seen.exponent = Exponent(largest, args.power);
-    }
+    seen.raise(largest, args.power);
 #pragma unroll
     for (int u = 0; u < count; u++) {
         float value[width];

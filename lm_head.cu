@@ -14,10 +14,15 @@ version 2  fused: all logits, the fused classifier between the products
 version 3  rows: a block of rows after the other, so that scratch is bounded; dW is added to once a block
 version 4  vocabulary: for the smallest budgets: the first pass over tiles of the vocabulary makes each row's softmax
            statistics and keeps nothing; the second makes a tile's logits again and is done with its rows of dW at once
-version 5  planned: the way and the sizes follow from the budget and the L2; of tiles, the classifier of one runs beside
-           the products of another, and those that the first pass leaves behind are not made again
+version 5  planned: the way and the sizes follow from the budget and the L2; the two products that read a block's
+           gradients run beside each other, the classifier of one tile beside the products of another, and tiles that
+           the first pass leaves behind are not made again
+version 6  epilogue: a product of our own (compute capability 9.0), which has the softmax statistics of the logits in
+           its accumulators, and their gradients when it makes them again: the first pass keeps nothing, and nothing
+           reads logits. The plan has one way more to choose from
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
+          (version 6 as such: -gencode arch=compute_90a,code=sm_90a)
 Run:      ./lm_head                    the fastest version, in a quarter of what the logits take
           ./lm_head all --memory 10%
           ./lm_head 5 --sweep memory -c 4096 -v 128256
@@ -34,6 +39,7 @@ Run:      ./lm_head                    the fastest version, in a quarter of what
 #endif
 
 #include <cublasLt.h>
+#include <cudaTypedefs.h>
 
 #include <vector>
 
@@ -192,20 +198,28 @@ __global__ void __launch_bounds__(512)
 }
 
 // All tiles have been seen: each row's scalars, and the constants of its gradient (null: not wanted). A thread a row.
+// rows (runs, N): a run is so many columns, whose statistics have an origin of their own.
 template <typename floatX, bool softcap, Extras extras>
-__global__ void lm_head_finish_kernel(ClassifierGradient *gradients, const TiledRow *rows,
-                                      ClassifierArguments<floatX> args) {
+__global__ void lm_head_finish_kernel(ClassifierGradient *gradients, const TiledRow *rows, unsigned runs,
+                                      unsigned run_columns, ClassifierArguments<floatX> args) {
     const long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= args.N) return;
     ClassifierTarget<floatX> target = describe_target(args, row, args.targets[row]);
     OnlineSoftmax seen;
     if (target.read) {
-        const TiledRow all = rows[row];
-        seen.max = all.max;
-        seen.sum = all.sum;
-        seen.excess = all.excess;
-        if (target.index < args.V) set_logit<softcap, extras>(target, args, all.target_logit);
-        target.origin = all.origin;
+        target.origin = rows[row].origin;
+        for (unsigned run = 0; run < runs; run++) {
+            const TiledRow part = rows[(size_t)run * args.N + row];
+            const float columns = min(run_columns, args.V - run * run_columns);
+            const float excess = extras == NO_EXTRAS ? 0 : fmaf(columns, part.origin - target.origin, part.excess);
+            seen = merge(seen, {part.max, part.sum, excess}, args.power);
+        }
+        if (target.index < args.V) {
+            const unsigned run = target.index / run_columns;
+            const float origin = target.origin;
+            set_logit<softcap, extras>(target, args, rows[(size_t)run * args.N + row].target_logit);
+            target.origin = origin;
+        }
     }
     write_scalars<extras>(args, row, target, seen);
     if (gradients) gradients[row] = gradient_constants(args, target, seen, dloss_of(args, row));
@@ -291,28 +305,478 @@ __global__ void lm_head_round_kernel(T *out, const float *sums, long long vector
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// a product of our own (compute capability 9.0), for the logits that nobody needs in memory
+
+// Whether this code has wgmma, which is in code for sm_90a only.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool HAS_WGMMA = true;
+#else
+constexpr bool HAS_WGMMA = false;
+#endif
+
+// Tiles of the logits: 128 rows of X by 256 of W. Two groups of 4 warps have 64 of the rows each, as 128 sums a thread;
+// a third one loads. The inputs arrive in slices of 64 channels, which is 128 bytes a row.
+constexpr unsigned TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64, TILE_STAGES = 4, GROUP = 4 * WARP_SIZE;
+constexpr unsigned PRODUCT_THREADS = 3 * GROUP;
+constexpr unsigned X_BYTES = TILE_ROWS * TILE_DEPTH * 2, W_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
+constexpr unsigned BOX_ROWS = 16, BOX_COLUMNS = 64, BOX_BYTES = BOX_ROWS * BOX_COLUMNS * 2;  // leave at a time
+constexpr unsigned SWIZZLE_BYTES = 1024;  // what the 128-byte swizzle repeats itself after
+constexpr size_t PRODUCT_SHARED =
+    TILE_STAGES * (X_BYTES + W_BYTES) + 2 * 2 * GROUP / WARP_SIZE * BOX_BYTES + SWIZZLE_BYTES;
+
+// In shared memory, rows of 128 bytes have their 16-byte chunks in an order that changes from row to row, so that
+// neither the tensor cores nor the threads that write meet bank conflicts: chunk i of row r is where i ^ (r % 8) is.
+__device__ inline unsigned swizzled(unsigned row, unsigned chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
+
+// Where a slice of rows begins, 128 bytes each, as wgmma wants it described: the address, 1024 bytes from 8 rows to the
+// next 8, and the 128-byte swizzle (PTX: matrix descriptor). 16 channels on is 32 bytes on.
+__device__ inline uint64_t describe_rows(const void *begin) {
+#ifdef __CUDA_ARCH__
+    const uint64_t address = (__cvta_generic_to_shared(begin) & 0x3ffff) >> 4;
+    return address | 1ull << 16 | (uint64_t)(SWIZZLE_BYTES >> 4) << 32 | 1ull << 62;
+#else
+    return (uint64_t)begin;
+#endif
+}
+constexpr uint64_t DESCRIBED_STEP =
+#ifdef __CUDA_ARCH__
+    32 >> 4;
+#else
+    32;
+#endif
+
+// sums (64, 256) = X W^T (+ sums), for 64 rows of X, 256 of W and 16 channels, by a group: the thread's are those of rows
+// 16 * warp + lane / 4 + 8h and columns 8j + lane % 4 * 2 + k, as sums[4j + 2h + k]. It goes on while the threads do:
+// until wgmma_wait() they leave the sums alone.
+template <typename floatX>
+__device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool add) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define FOUR(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
+#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+#define WGMMA(type)                                                                                              \
+    asm volatile(                                                                                                \
+        "{.reg .pred add; setp.ne.b32 add, %130, 0;\n"                                                           \
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                             \
+        " {"                                                                                                     \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"    \
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"    \
+        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61,"    \
+        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81,"    \
+        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100,"        \
+        "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116,"        \
+        "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, add, 1, 1, 0, 0;}"       \
+        : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112) \
+        : "l"(X), "l"(W), "r"((int)add))
+    if constexpr (std::is_same_v<floatX, half>) {
+        WGMMA("f16");
+    } else {
+        WGMMA("bf16");
+    }
+#undef WGMMA
+#undef SIXTEEN
+#undef FOUR
+#elif !defined(__CUDA_ARCH__)
+    const unsigned warp = threadIdx.x / WARP_SIZE % 4, lane = threadIdx.x % WARP_SIZE;
+    float x[2][16], w[16];
+    auto load = [](float(&row)[16], uint64_t begin, unsigned r) {  // with the swizzle as the hardware has it
+        for (unsigned k = 0; k < 16; k++) {
+            const uint64_t address = begin + r * 128 + k * 2;
+            row[k] = (float)*(const floatX *)(address ^ (address >> 7 & 7) << 4);
+        }
+    };
+    for (unsigned h = 0; h < 2; h++) load(x[h], X, 16 * warp + lane / 4 + 8 * h);
+    for (unsigned j = 0; j < 64; j++) {
+        load(w, W, 8 * (j / 2) + lane % 4 * 2 + j % 2);
+        for (unsigned h = 0; h < 2; h++) {
+            float &sum = sums[j / 2 * 4 + 2 * h + j % 2];
+            if (!add) sum = 0;
+            for (unsigned k = 0; k < 16; k++) sum += x[h][k] * w[k];
+        }
+    }
+#endif
+}
+
+// What is in front of the first of several, what is behind the last of them, and all but the latest `n` are done. (How
+// they are put together, and the kernel below as a whole: CUTLASS's warp-specialised kernels for Hopper, and "Outperforming
+// cuBLAS on H100", Pranjal Shankhdhar 2024.)
+__device__ inline void wgmma_begin() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+__device__ inline void wgmma_end() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
+template <int n>
+__device__ void wgmma_wait() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
+#endif
+}
+
+// A group's threads have so many registers from here on: the launch gives all of them 168.
+template <int registers, bool more>
+__device__ void set_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (more) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+    }
+#endif
+}
+
+// Rows of a matrix of 16 bits, for bulk copies of `box_rows` by 64 columns to and from swizzled shared memory; what is
+// behind the last column or row is 0, and not written. The address and the stride are multiples of 16 bytes.
+template <typename floatX>
+cudaError_t map_rows(CUtensorMap *map, const floatX *begin, unsigned columns, unsigned rows, size_t stride,
+                     unsigned box_rows) {
+    static const PFN_cuTensorMapEncodeTiled_v12000 encode = [] {
+        void *found = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+        return (PFN_cuTensorMapEncodeTiled_v12000)found;
+    }();
+    if (!encode) return cudaErrorNotSupported;
+    const cuuint64_t sizes[] = {columns, rows}, strides[] = {stride * sizeof(floatX)};
+    const cuuint32_t box[] = {64, box_rows}, steps[] = {1, 1};
+    const CUtensorMapDataType type =
+        std::is_same_v<floatX, half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const CUresult made =
+        encode(map, type, 2, (void *)begin, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return made == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// What the product is of, and what becomes of it. The rows' statistics: without gradients, run by run. Or their
+// gradients, which leave by out.
+template <typename floatX>
+struct ProductArguments {
+    CUtensorMap X, W, out;                 // of these rows and columns
+    bool mapped;                           // whether those of X and W hold; else elements are loaded one by one
+    const floatX *X_rows, *W_rows, *bias;  // null: no bias
+    unsigned rows, columns, C;
+    unsigned begin;                       // how many columns of the logits are in front
+    unsigned runs;                        // of tiles, that a row's columns are cut into
+    TiledRow *seen;                       // (runs, rows)
+    const ClassifierGradient *gradients;  // (rows)
+
+    __host__ __device__ unsigned tiles_of_run() const { return ceil_div(ceil_div(columns, TILE_COLUMNS), runs); }
+};
+
+// A thread's 8 vectors of 8 logits of a row: the column, in the tile, of the pair of elements k, k+1 of vector u.
+__device__ inline unsigned pair_column(unsigned u, unsigned k) { return (4 * u + k / 2) * 8 + threadIdx.x % 4 * 2; }
+
+// see() for vectors first..first+3 of the last tile, of which not all columns are there.
+template <bool softcap, Extras extras, typename floatX>
+__device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[4], unsigned first, unsigned columns,
+                         float origin, const ClassifierArguments<floatX> &args) {
+    float largest = -FLT_MAX;
+    auto for_each = [&](auto what) {
+#pragma unroll
+        for (unsigned i = 0; i < 32; i++) {
+            float slope;
+            const float value = value_and_slope<softcap, extras>((float)x[i / 8][i % 8], args, &slope);
+            if (pair_column(first + i / 8, i % 8) + i % 2 < columns) what(value);
+        }
+    };
+    for_each([&](float value) { largest = fmaxf(largest, value); });
+    seen.raise(largest, args.power);
+    for_each([&](float value) {
+        seen.sum += seen.exponent.exp(value);
+        if (extras != NO_EXTRAS) seen.excess += value - origin;
+    });
+}
+
+// Version 6. Blocks stay, and take tile after tile along a run of columns of the same rows, so that a row's statistics
+// are carried on in registers; the blocks of a column of tiles go side by side, and meet its rows of W in the L2. A
+// slice of inputs is in one of four stages:
+//   full[i]   the loader announces the bytes and bulk copies bring them, or all threads of its group have stored them.
+//             The other groups wait.
+//   empty[i]  a lane of each of their 8 warps arrives when the products that read the stage are done; the loader waits
+// The loader knows no tiles: it is up to four slices ahead, in the next tile too. And each group goes its own way: while
+// one is busy with its logits, the other one has the tensor cores to itself, as far as the stages reach.
+//
+// What it is worth (H200, bf16, N 8192, C 768, V 50304): cuBLASLt takes 0.80 ms for the logits, and storing them is in
+// that. This product takes 0.75 ms without anything behind it.
+template <typename floatX, bool writes, bool softcap, Extras extras>
+__global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
+    lm_head_product_kernel(const __grid_constant__ ProductArguments<floatX> product, ClassifierArguments<floatX> args) {
+    if constexpr (HAS_WGMMA) {
+        namespace ptx = cuda::ptx;
+        typedef Packed<floatX, 8> x8;
+        extern __shared__ uint4 dynamic[];
+        __shared__ uint64_t full[TILE_STAGES], empty[TILE_STAGES];
+        char *const inputs = (char *)(((uintptr_t)dynamic + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES);
+        char *const outputs = inputs + TILE_STAGES * (X_BYTES + W_BYTES);
+        const unsigned group = threadIdx.x / GROUP, warp = threadIdx.x / WARP_SIZE % 4, lane = threadIdx.x % WARP_SIZE;
+        const unsigned across = ceil_div(product.columns, TILE_COLUMNS), down = ceil_div(product.rows, TILE_ROWS);
+        const unsigned slices = ceil_div(product.C, TILE_DEPTH), run_tiles = product.tiles_of_run();
+        if (threadIdx.x == 0) {
+            for (unsigned i = 0; i < TILE_STAGES; i++) {
+                ptx::mbarrier_init(&full[i], product.mapped ? 1 : GROUP);
+                ptx::mbarrier_init(&empty[i], 2 * GROUP / WARP_SIZE);
+            }
+            ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+        }
+        __syncthreads();
+        Ring ring;
+        // For each tile of this block's: what(its first row, its first column, whether it is its run's last).
+        auto for_each_tile = [&](auto begin, auto tile, auto end) {
+            for (unsigned unit = blockIdx.x; unit < down * product.runs; unit += gridDim.x) {
+                const unsigned row = unit % down * TILE_ROWS, run = unit / down, first = run * run_tiles;
+                begin(row);
+                for (unsigned t = first; t < min(first + run_tiles, across); t++) tile(row, t * TILE_COLUMNS);
+                end(row, run);
+            }
+        };
+        auto nothing = [](auto...) {};
+        if (group == 0) {
+            set_registers<64, false>();
+            auto load = [&](unsigned row, unsigned column) {
+                for (unsigned slice = 0; slice < slices; slice++) {
+                    char *const X = inputs + ring.slot * (X_BYTES + W_BYTES), *const W = X + X_BYTES;
+                    const int channel = slice * TILE_DEPTH;
+                    uint64_t *const here = &full[ring.slot];
+                    wait_for_phase(&empty[ring.slot], ring.phase ^ 1);
+                    if (product.mapped) {
+                        const int X_at[] = {channel, (int)row}, W_at[] = {channel, (int)column};
+                        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, here,
+                                                       X_BYTES + W_BYTES);
+                        ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, X, &product.X, X_at, here);
+                        ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, W, &product.W, W_at, here);
+                    } else {
+                        for (unsigned i = threadIdx.x; i < (TILE_ROWS + TILE_COLUMNS) * TILE_DEPTH; i += GROUP) {
+                            const bool of_X = i < TILE_ROWS * TILE_DEPTH;
+                            const unsigned r = i / TILE_DEPTH - (of_X ? 0 : TILE_ROWS), c = i % TILE_DEPTH;
+                            const unsigned from = r + (of_X ? row : column),
+                                           rows = of_X ? product.rows : product.columns;
+                            const floatX *const matrix = of_X ? product.X_rows : product.W_rows;
+                            const bool there = from < rows && channel + c < product.C;
+                            const floatX value = there ? matrix[(size_t)from * product.C + channel + c] : (floatX)0.0f;
+                            *(floatX *)((of_X ? X : W) + swizzled(r, c / 8) + c % 8 * 2) = value;
+                        }
+                        ptx::fence_proxy_async(ptx::space_shared);
+                        ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, here);
+                    }
+                    ring.next(TILE_STAGES);
+                }
+            };
+            if (threadIdx.x == 0 || !product.mapped) for_each_tile(nothing, load, nothing);
+            return;
+        }
+        set_registers<224, true>();
+        float sums[128];
+        const unsigned own_row = (group - 1) * 64 + warp * BOX_ROWS + lane / 4;  // and the one 8 further on
+        auto release = [&](unsigned slot) {
+            if (lane == 0) ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &empty[slot]);
+        };
+        auto multiply = [&] {
+            unsigned before = 0;
+            for (unsigned slice = 0; slice < slices; slice++) {
+                wait_for_phase(&full[ring.slot], ring.phase);
+                char *const stage = inputs + ring.slot * (X_BYTES + W_BYTES);
+                const uint64_t X = describe_rows(stage + (group - 1) * (X_BYTES / 2)),
+                               W = describe_rows(stage + X_BYTES);
+                wgmma_begin();
+#pragma unroll
+                for (unsigned k = 0; k < TILE_DEPTH / 16; k++) {
+                    wgmma_64x256x16<floatX>(sums, X + k * DESCRIBED_STEP, W + k * DESCRIBED_STEP, slice + k > 0);
+                }
+                wgmma_end();
+                if (slice > 0) {
+                    wgmma_wait<1>();
+                    release(before);
+                }
+                before = ring.slot;
+                ring.next(TILE_STAGES);
+            }
+            wgmma_wait<0>();
+            release(before);
+        };
+        // Vector u of the logits in row h of the thread's two, rounded.
+        auto logits = [&](unsigned h, unsigned u, unsigned column) {
+            float values[8];
+#pragma unroll
+            for (unsigned k = 0; k < 8; k++) {
+                values[k] = sums[(4 * u + k / 2) * 4 + 2 * h + k % 2];
+                const unsigned j = column + pair_column(u, k) + k % 2;
+                if (product.bias && j < product.columns) values[k] += (float)product.bias[j];
+            }
+            return from_floats<floatX>(values);
+        };
+        // Where the target is among those, as 8u + k: if it is in this tile and this thread's. Else 64.
+        auto find = [&](unsigned target, unsigned column) {
+            const unsigned at = target - column;
+            return at < TILE_COLUMNS && at % 8 / 2 == lane % 4 ? at / 8 * 2 + at % 2 : 64;
+        };
+        unsigned targets[2];
+        bool ignored[2];
+        auto read_targets = [&](unsigned row) {
+            for (unsigned h = 0; h < 2; h++) {
+                const unsigned r = row + own_row + 8 * h;
+                const int id = r < product.rows ? args.targets[r] : 0;
+                targets[h] = id_in_range(id, args.V) ? id - product.begin : UINT32_MAX;
+                ignored[h] = id == args.options.ignore_index;
+            }
+        };
+        if constexpr (writes) {
+            char *const boxes = outputs + (threadIdx.x / WARP_SIZE - 4) * 2 * BOX_BYTES;  // the warp's two
+            ClassifierGradient g[2] = {product.gradients[0], product.gradients[0]};       // there is no empty one
+            for_each_tile(
+                [&](unsigned row) {
+                    read_targets(row);
+                    for (unsigned h = 0; h < 2; h++) {
+                        g[h] = product.gradients[min(row + own_row + 8 * h, product.rows - 1)];
+                    }
+                },
+                [&](unsigned row, unsigned column) {
+                    multiply();
+#pragma unroll
+                    for (unsigned b = 0; b < TILE_COLUMNS / BOX_COLUMNS; b++) {
+                        char *const box = boxes + b % 2 * BOX_BYTES;
+                        if (lane == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>());
+                        __syncwarp();
+#pragma unroll
+                        for (unsigned h = 0; h < 2; h++) {
+                            const unsigned own = find(targets[h], column);
+#pragma unroll
+                            for (unsigned u = 2 * b; u < 2 * b + 2; u++) {
+                                x8 d = gradient_of<softcap, extras>(logits(h, u, column), g[h], args);
+                                if (own / 8 == u) {
+#pragma unroll
+                                    for (unsigned k = 0; k < 8; k++) {
+                                        if (own % 8 == k) d[k] = (floatX)g[h].at_target;
+                                    }
+                                }
+                                if (ignored[h]) d = x8{};
+#pragma unroll
+                                for (unsigned k = 0; k < 8; k += 2) {
+                                    memcpy(box + swizzled(lane / 4 + 8 * h, u % 2 * 4 + k / 2) + lane % 4 * 4, &d[k],
+                                           4);
+                                }
+                            }
+                        }
+                        ptx::fence_proxy_async(ptx::space_shared);
+                        __syncwarp();
+                        if (lane == 0) {
+                            const int to[] = {(int)(column + b * BOX_COLUMNS), (int)(row + own_row)};
+                            ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &product.out, to, box);
+                            ptx::cp_async_bulk_commit_group();
+                        }
+                    }
+                },
+                nothing);
+            if (lane == 0) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>());
+        } else {
+            RunningSoftmax seen[2] = {RunningSoftmax(args.power), RunningSoftmax(args.power)};
+            float target_logit[2];
+            ClassifierTarget<floatX> rows[2] = {};  // of which see() wants the origin
+            bool fresh = true;
+            for_each_tile(
+                [&](unsigned row) {
+                    read_targets(row);
+                    for (unsigned h = 0; h < 2; h++) {
+                        seen[h] = RunningSoftmax(args.power);
+                        target_logit[h] = 0;
+                    }
+                    fresh = true;
+                },
+                [&](unsigned, unsigned column) {
+                    multiply();
+#pragma unroll
+                    for (unsigned part = 0; part < 4; part++) {  // halves of both rows: there are no registers for more
+                        const unsigned h = part / 2, first = part % 2 * 4;
+                        x8 x[4];
+#pragma unroll
+                        for (unsigned u = 0; u < 4; u++) x[u] = logits(h, first + u, column);
+                        if (extras != NO_EXTRAS && fresh && first == 0) {  // the run's first logit
+                            float slope, value = value_and_slope<softcap, extras>((float)x[0][0], args, &slope);
+                            value = __shfl_sync(0xffffffffu, value, lane / 4 * 4);
+                            rows[h].origin = isfinite(value) ? value : 0.0f;
+                        }
+                        const unsigned own = find(targets[h], column) - 8 * first;
+                        if (own < 32) {
+#pragma unroll
+                            for (unsigned i = 0; i < 32; i++) {
+                                if (own == i) target_logit[h] = (float)x[i / 8][i % 8];
+                            }
+                        }
+                        if (column + TILE_COLUMNS <= product.columns) {
+                            see<softcap, extras>(seen[h], x, 0, 0, rows[h], args);
+                        } else {
+                            see_some<softcap, extras>(seen[h], x, first, product.columns - column, rows[h].origin,
+                                                      args);
+                        }
+                    }
+                    fresh = false;
+                },
+                [&](unsigned row, unsigned run) {
+                    for (unsigned h = 0; h < 2; h++) {
+                        OnlineSoftmax all = seen[h];
+                        for (unsigned apart = 1; apart < 4; apart *= 2) {
+                            auto other = [&](float value) { return __shfl_xor_sync(0xffffffffu, value, apart); };
+                            all = merge(all, {other(all.max), other(all.sum), other(all.excess)}, args.power);
+                            target_logit[h] += other(target_logit[h]);
+                        }
+                        const unsigned r = row + own_row + 8 * h;
+                        if (lane % 4 == 0 && r < product.rows) {
+                            product.seen[(size_t)run * product.rows + r] = {all.max, all.sum, all.excess,
+                                                                            rows[h].origin, target_logit[h]};
+                        }
+                    }
+                });
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // plans: what is decided before anything runs
 
 // How the logits are cut.
 enum LmHeadWay {
-    LM_HEAD_TEXTBOOK,   // not at all, and the probabilities beside them
-    LM_HEAD_ROWS,       // in blocks of rows, perhaps a single one
-    LM_HEAD_VOCABULARY  // in tiles of the vocabulary; in blocks of rows too where a float dX of all doesn't fit
+    LM_HEAD_TEXTBOOK,    // not at all, and the probabilities beside them
+    LM_HEAD_ROWS,        // in blocks of rows, perhaps a single one
+    LM_HEAD_VOCABULARY,  // in tiles of the vocabulary; in blocks of rows too where a float dX of all doesn't fit
+    LM_HEAD_EPILOGUE     // the same, by a product of our own; the first pass has no logits at all
 };
 
-// What version 5 may be told to do otherwise, to see what it is worth, and what its choice goes by.
+// What versions 5 and 6 may be told to do otherwise, to see what it is worth, and what their choice goes by.
 struct LmHeadTuning {
-    bool overlap = true;      // the classifier on a second stream
-    bool urgent = true;       // that one's kernels first, where both streams have some to start
+    bool overlap = true;      // a second stream: dX beside dW, the classifier of a tile beside the products of others
     int way = -1;             // an LmHeadWay; -1: whichever costs less
-    int parts = 1;            // of a block of rows, that are classified one by one, beside the products of others
-    int columns = 0;          // of a tile at most; 0: from the L2
-    int gemm_sms = 0;         // so many multiprocessors for the products; 0: all
+    int columns = 0;          // of a tile at most; 0: from the L2 or the budget
     double operations = 167;  // floating-point operations of a product in the time that a byte of DRAM takes (H200)
-    double hidden = 0.5;      // the share of the classifier's memory traffic that hides behind the products
+    double launch = 40e6;     // bytes of DRAM in the time that a product loses at its beginning and end
     double l2_share = 0.5;    // of the L2, for the tiles that are in use
     size_t most_gemm_bytes = 32 << 20;  // what cuBLASLt may have; no more than an eighth of the budget
 };
+
+// What a plan depends on besides.
+struct LmHeadDevice {
+    int l2 = 0, multiprocessors = 1;
+    bool has_product = false;  // of our own
+};
+
+inline cudaError_t lm_head_device(LmHeadDevice *about) {
+    int device = 0, shared = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    auto get = [&](int *value, cudaDeviceAttr attribute) {
+        if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
+    };
+    get(&about->l2, cudaDevAttrL2CacheSize);
+    get(&about->multiprocessors, cudaDevAttrMultiProcessorCount);
+    get(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    cudaFuncAttributes kernel = {};  // code for another device than sm_90a takes no such blocks
+    if (error == cudaSuccess) {
+        error = cudaFuncGetAttributes(&kernel, lm_head_product_kernel<__nv_bfloat16, false, false, NO_EXTRAS>);
+    }
+    about->has_product = kernel.binaryVersion == 90 && kernel.maxThreadsPerBlock >= (int)PRODUCT_THREADS &&
+                         (size_t)shared >= PRODUCT_SHARED;
+    return error;
+}
 
 // What a plan is made for. Types: CUDA_R_32F, CUDA_R_16F or CUDA_R_16BF; of the gradients the same, or CUDA_R_32F.
 struct LmHeadProblem {
@@ -323,7 +787,7 @@ struct LmHeadProblem {
     bool bare = false;  // the products alone, for their time: dW is written, not added to
     ClassifierOptions options = {};
     size_t memory = 0;  // bytes of scratch at most: to be set for versions 3 on; 1 and 2 take what they need
-    int version = 5;
+    int version = 6;
     LmHeadTuning tuning = {};
 };
 
@@ -333,6 +797,7 @@ struct Gemm {
     GemmKind kind;
     int rows, columns;  // of the logits that it makes or reads
     bool aligned;       // whether the matrices begin at multiples of 16 bytes
+    size_t workspace;   // bytes at most
     cublasLtMatmulDesc_t desc = nullptr;
     cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
     std::vector<cublasLtMatmulHeuristicResult_t> candidates = {};
@@ -351,8 +816,9 @@ struct LmHead {
     int rows = 0, columns = 0;  // of a block and of a tile
     int P = 0;                  // columns that a row of a block or tile has room for
     int buffers = 1;            // tiles that there is room for
-    int part_rows = 0;          // of a block of rows: so many are classified at a time
+    int runs = 1;               // of columns, that a row's statistics are made in by the product of our own
     bool overlap = false;
+    LmHeadDevice device;
 
     // The workspace: where each part begins, and all of them together.
     size_t logits = 0, probs = 0, seen = 0, gradients = 0, dX = 0, dW = 0, dbias = 0, slices = 0, gemm = 0;
@@ -361,15 +827,16 @@ struct LmHead {
     cublasLtHandle_t handle = nullptr;
     std::vector<Gemm> gemms;
     cudaStream_t side = nullptr;
-    std::vector<cudaEvent_t> made, done;  // of a tile or part
+    std::vector<cudaEvent_t> made, done;  // of a tile
     char what[240] = "";                  // what was wrong, in words
 
     int blocks() const { return rows > 0 ? ceil_div(problem.N, rows) : 0; }
     int tiles() const { return columns > 0 ? ceil_div(problem.V, columns) : 0; }
+    bool by_tiles() const { return way == LM_HEAD_VOCABULARY || way == LM_HEAD_EPILOGUE; }
     bool gradient() const { return problem.dX || problem.dW || problem.dbias; }
     // Sums over several blocks of rows, tiles or pieces of them are kept in float until they are complete.
     bool float_dX() const {
-        const bool pieces = way == LM_HEAD_VOCABULARY || whole_columns(columns) < columns;
+        const bool pieces = by_tiles() || whole_columns(columns) < columns;
         return problem.dX && problem.type != CUDA_R_32F && pieces;
     }
     // A dW of 16 bits too, since cuBLASLt's own addition to it may round twice: first the product, then the sum with
@@ -412,8 +879,9 @@ inline bool lm_head_layout(LmHead &plan) {
     const double rows = plan.rows, V = p.V, C = p.C;
     plan.logits = part(true, plan.buffers * rows * plan.P * lm_head_size(p.type));
     plan.probs = part(plan.way == LM_HEAD_TEXTBOOK, rows * V * sizeof(float));
-    plan.seen = part(plan.way != LM_HEAD_ROWS, rows * std::max(sizeof(TiledRow), sizeof(OnlineSoftmax)));
-    plan.gradients = part(plan.way == LM_HEAD_VOCABULARY && plan.gradient(), rows * sizeof(ClassifierGradient));
+    const double seen = plan.way == LM_HEAD_EPILOGUE ? (double)plan.runs * p.N : rows;
+    plan.seen = part(plan.way != LM_HEAD_ROWS, seen * std::max(sizeof(TiledRow), sizeof(OnlineSoftmax)));
+    plan.gradients = part(plan.by_tiles() && plan.gradient(), std::min(seen, (double)p.N) * sizeof(ClassifierGradient));
     plan.dX = part(plan.float_dX(), rows * C * sizeof(float));
     plan.dW = part(plan.float_dW(), plan.columns * C * sizeof(float));
     plan.dbias = part(plan.float_dbias(), V * sizeof(float));
@@ -441,13 +909,13 @@ inline int even_pieces(int count, int most, int unit) {
 }
 
 // Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit. Each adds to all of dW, so they are
-// as large as can be. A block in parts lets the classifier run beside the products, but the smaller products cost more
-// than that hides: of C 768, V 50304 in 25% and 10%, two parts took 3% and 9% longer than one, of C 2048, V 128256 in
-// 10%, 5% (H200).
+// as large as can be. (To classify a block in parts, beside the products of others, was slower: of C 768, V 50304 in 25%
+// and 10%, two parts took 3% and 9% longer than one, of C 2048, V 128256 in 10%, 5% (H200).)
 inline bool plan_rows(LmHead &plan, size_t memory, bool overlap) {
     const LmHeadProblem &p = plan.problem;
     plan.way = LM_HEAD_ROWS;
     plan.columns = p.V;
+    plan.overlap = overlap && p.dX && p.dW;
     auto fits = [&](int rows) {
         plan.rows = rows;
         return lm_head_layout(plan) && plan.bytes <= memory;
@@ -456,17 +924,13 @@ inline bool plan_rows(LmHead &plan, size_t memory, bool overlap) {
     const int most = fits(p.N) ? p.N : largest_that_fits(1, p.N - 1, fits);
     if (most < 1) return false;
     const int unit = most >= 128 ? 128 : 1;
-    const bool all = fits(most == p.N ? most : even_pieces(p.N, most / unit * unit, unit));
-    const int parts = overlap ? p.tuning.parts : 1;
-    plan.part_rows = even_pieces(plan.rows, ceil_div(plan.rows, parts), unit);
-    plan.overlap = overlap && plan.part_rows < plan.rows;
-    return all;
+    return fits(most == p.N ? most : even_pieces(p.N, most / unit * unit, unit));
 }
 
 // Tiles within the budget. All rows at once, if they fit with their float dX, since each block of rows adds to all of
 // dW, and to one in floatX it may add only once; else blocks of rows. Tiles that fit into the L2, but no narrower than
 // 1024 columns, if the budget allows it; then as many of them as the budget has room for.
-inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap, size_t l2) {
+inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap) {
     const LmHeadProblem &p = plan.problem;
     const LmHeadTuning &tuning = p.tuning;
     plan.way = LM_HEAD_VOCABULARY;
@@ -479,7 +943,7 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap, size_t l2
     };
     const bool one_block = (p.dW || p.dbias) && p.gradient_type != CUDA_R_32F;
     const double row = (double)p.N * plan.buffers * lm_head_size(p.type);
-    const double in_l2 = std::min((double)p.V, std::max(1024.0, tuning.l2_share * l2 / row));
+    const double in_l2 = std::min((double)p.V, std::max(1024.0, tuning.l2_share * plan.device.l2 / row));
     int columns = std::max(tuning.columns > 0 ? std::min(tuning.columns, p.V) : (int)in_l2, 1);
     for (;; columns = ceil_div(columns, 2)) {
         const int unit_columns = columns >= 128 ? 128 : columns >= 8 ? 8 : 1;
@@ -492,7 +956,7 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap, size_t l2
             const int rows = most == p.N ? most : even_pieces(p.N, most / unit * unit, unit);
             const int width = even_pieces(p.V, columns, columns < p.V ? unit_columns : 1), tiles = ceil_div(p.V, width);
             const int more =
-                p.version == 5 && plan.gradient()
+                p.version >= 5 && plan.gradient()
                     ? largest_that_fits(buffers, tiles, [&](int count) { return fits(rows, width, count); })
                     : buffers;
             plan.overlap = overlap && more > 1 && tiles > 1;
@@ -503,77 +967,148 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap, size_t l2
     }
 }
 
-// What a plan costs, in products of 2NCV operations. A product takes the time of its operations, or that of the memory
-// traffic of its largest factor or its sums, whichever is more: W once a part of rows; dW, read and written, once a
-// block of rows; of X and a float dX, once a tile, half meets the L2. Fewer than 128 rows take as long as those. What
-// the classifier moves comes on top, where it doesn't hide; half of a tile is in the L2 when it comes by.
+// So many runs of the columns' tiles that the blocks of the product have about the same to do, and no run has none.
+inline int even_runs(int rows, int columns, int multiprocessors) {
+    const int down = ceil_div(rows, (int)TILE_ROWS), across = ceil_div(columns, (int)TILE_COLUMNS);
+    auto tiles = [&](int runs) { return ceil_div(across, runs); };  // of a run
+    double least = INFINITY;
+    int best = 1;
+    for (int runs = 1; runs <= std::min(across, 64); runs++) {
+        const double turns = ceil_div((long long)down * runs, (long long)multiprocessors);
+        const double cost = turns * tiles(runs) * (1 + runs / 1000.0);  // few, if it is all the same
+        if (cost < least) least = cost, best = runs;
+    }
+    return ceil_div(across, tiles(best));
+}
+
+// Whether the product of our own will do: its kernels are for 16 bits, and know no signs.
+inline bool has_epilogue(const LmHead &plan) {
+    const LmHeadProblem &p = plan.problem;
+    return plan.device.has_product && lm_head_size(p.type) == 2 && p.C > 0 && p.options.logit_scale > 0;
+}
+
+inline double lm_head_cost(const LmHead &plan);
+
+// Tiles for the product of our own: of the numbers of blocks of rows, the one that costs least, with tiles as wide as
+// the budget allows. Without gradients there is nothing to keep but the statistics.
+inline bool plan_epilogue(LmHead &plan, size_t memory, bool overlap) {
+    const LmHeadProblem &p = plan.problem;
+    if (!has_epilogue(plan)) return false;
+    plan.way = LM_HEAD_EPILOGUE;
+    plan.runs = even_runs(p.N, p.V, plan.device.multiprocessors);
+    plan.overlap = overlap && p.dX && p.dW;
+    plan.buffers = plan.gradient() ? 1 : 0;
+    const int unit = TILE_COLUMNS, most = p.tuning.columns > 0 ? std::min(p.tuning.columns, p.V) : p.V;
+    auto fits = [&](int rows, int columns) {
+        plan.rows = rows;
+        plan.columns = columns;
+        return lm_head_layout(plan) && plan.bytes <= memory;
+    };
+    if (!plan.gradient()) return fits(p.N, p.V);
+    const bool one_block = (p.dW || p.dbias) && p.gradient_type != CUDA_R_32F;
+    double least = INFINITY;
+    int rows = 0, columns = 0;
+    for (int blocks = 1; blocks <= (one_block ? 1 : ceil_div(p.N, 128)); blocks += ceil_div(blocks, 8)) {
+        const int height = even_pieces(p.N, ceil_div(p.N, blocks), std::min(p.N, 128));
+        const int units = largest_that_fits(1, ceil_div(most, unit), [&](int n) {
+            return fits(height, (int)std::min<long long>((long long)n * unit, most));
+        });
+        if (units < 1) continue;
+        const int width =
+            even_pieces(p.V, (int)std::min<long long>((long long)units * unit, most), std::min(unit, most));
+        if (!fits(height, width)) continue;
+        const double cost = lm_head_cost(plan);
+        if (cost < least) least = cost, rows = height, columns = width;
+    }
+    return rows > 0 && fits(rows, columns);
+}
+
+// What a plan costs, as bytes of DRAM that would take as long. A product takes the time of its operations or of its
+// memory traffic, and where the two are about as long, somewhat more than either; adding to sums in float takes 1.7
+// times as long as copying as much. (Fitted to what cuBLASLt's products took on an H200, of 128 to 8192 rows and C from
+// 768 to 4096.) Then there is what a kernel takes to start and to end, and the classifier's own traffic.
 inline double lm_head_cost(const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
-    const double N = p.N, C = std::max(p.C, 1), V = p.V, size = lm_head_size(p.type), tiles = plan.tiles();
+    const double N = p.N, C = std::max(p.C, 1), V = p.V, size = lm_head_size(p.type), launch = p.tuning.launch;
     const double slower = p.type != CUDA_R_32F ? 1 : p.tf32 ? 2 : 12;  // than products of 16 bits
-    const double per_byte = p.tuning.operations / slower / (2 * N * C * V);
-    const bool by_tiles = plan.way == LM_HEAD_VOCABULARY, twice = by_tiles && plan.gradient();
-    const double blocks = plan.blocks(), rows = by_tiles ? plan.rows : plan.part_rows, parts = ceil(N / rows);
-    const double wave = ceil(rows / 128) * 128 / rows, reads = parts * V * C * size + tiles * N * C * size / 2;
-    const double logits = std::max(wave, reads * per_byte);
-    double cost = logits * (twice ? 2 - std::min(1.0, plan.buffers / tiles) : 1);
-    if (p.dW) cost += std::max((plan.rows + 32.0) / plan.rows, blocks * 8 * V * C * per_byte);
-    if (p.dX) cost += std::max(wave, (reads + (twice ? tiles * 4 * N * C : 0)) * per_byte);
-    const double passes = (plan.gradient() ? 2 : 1) + (twice ? 1 : 0);
-    const double beside = plan.overlap ? p.tuning.hidden * (p.dX || by_tiles ? 1 : 1 - rows / plan.rows) : 0;
-    return cost + passes * size * N * V * per_byte * (by_tiles ? 0.75 : 1) * (1 - beside);
+    auto product = [&](double outputs, double terms, double bytes) {
+        const double operations = 2 * outputs * terms * slower / p.tuning.operations;
+        return pow(pow(operations, 4) + pow(bytes, 4), 0.25) + launch;
+    };
+    const double rows = plan.rows, columns = plan.columns, blocks = N / rows, tiles = V / columns;
+    const double full_rows = ceil(rows / 128) * 128, logits = rows * columns, W = columns * C * size;
+    // Few tiles of dX leave multiprocessors idle, unless its sums are split, for which there has to be room.
+    const double dX_tiles = ceil(rows / 128) * ceil(C / 128), room = plan.gemm_bytes / (4 * rows * C);
+    const double idle = sqrt(std::max(1.0, plan.device.multiprocessors / (dX_tiles * std::max(1.0, floor(room)))));
+    double dX = p.dX ? product(full_rows * C, columns * idle, W + (plan.float_dX() ? 8 * rows * C : 0)) : 0;
+    double dW = p.dW ? product(columns * C, std::max(rows, 32.0), 1.7 * 8 * columns * C + size * logits) : 0;
+    if (plan.overlap && !plan.by_tiles()) dX *= 0.95;
+    const double passes = plan.gradient() ? 2 : 1;
+    const double make = product(full_rows * columns, C, W);
+    double look = launch + passes * size * logits;
+    if (plan.way == LM_HEAD_EPILOGUE) {
+        const double first = product(ceil(N / 128) * 128 * V, C, V * C * size) + 2 * launch + size / 2 * N * V;
+        return first + (plan.gradient() ? blocks * tiles * (make + 0.75 * size * logits + dX + dW) : 0);
+    }
+    double again = 1;
+    if (plan.way == LM_HEAD_VOCABULARY) {
+        look = 0.75 * look + (plan.gradient() ? launch + size * logits : 0);  // some of it is in the L2
+        if (plan.overlap) look /= 2;
+        if (plan.gradient()) again = 2 - std::min(1.0, plan.buffers / tiles);
+    }
+    return blocks * tiles * (again * make + look + dX + dW);
 }
 
 // The way, the sizes and the workspace. False if the budget is too small.
-inline bool lm_head_plan(LmHead &plan, size_t memory, size_t l2) {
-    const LmHeadProblem &p = plan.problem;
-    const size_t unlimited = SIZE_MAX / 2;
-    const bool bounded = p.version >= 3 && p.V > 0, overlap = p.version == 5 && p.tuning.overlap;
-    if (!bounded) memory = unlimited;
-    const double logits_bytes = (double)p.N * p.V * lm_head_size(p.type);
-    const size_t share = bounded ? memory / 8 : (size_t)std::min(std::max(logits_bytes / 4, 0x1p20), 0x1p40);
-    plan.gemm_bytes = p.V > 0 && p.C > 0 ? std::min(p.tuning.most_gemm_bytes, share) / 256 * 256 : 0;
-    plan.overlap = false;
+inline bool lm_head_plan(LmHead &plan, size_t memory) {
+    const LmHeadProblem p = plan.problem;
+    const bool bounded = p.version >= 3 && p.V > 0, overlap = p.version >= 5 && p.tuning.overlap;
+    const bool products = p.V > 0 && p.C > 0;
+    auto at_most = [&](double bytes) {
+        return products ? (size_t)std::min(bytes, (double)p.tuning.most_gemm_bytes) / 256 * 256 : 0;
+    };
     if (!bounded) {  // all at once
+        plan.gemm_bytes = at_most(std::max((double)p.N * p.V * lm_head_size(p.type) / 4, 0x1p20));
         plan.way = p.version == 1 ? LM_HEAD_TEXTBOOK : LM_HEAD_ROWS;
-        plan.rows = plan.part_rows = p.N;
+        plan.rows = p.N;
         plan.columns = p.V;
         return lm_head_layout(plan);
     }
-    LmHead rows, vocabulary;
-    for (LmHead *other : {&rows, &vocabulary}) {
-        other->problem = p;
-        other->gemm_bytes = plan.gemm_bytes;
-    }
     const int way = p.version == 3 ? LM_HEAD_ROWS : p.version == 4 ? LM_HEAD_VOCABULARY : p.tuning.way;
-    const bool by_rows = way != LM_HEAD_VOCABULARY && plan_rows(rows, memory, overlap);
-    const bool by_vocabulary = way != LM_HEAD_ROWS && plan_vocabulary(vocabulary, memory, overlap, l2);
-    if (!by_rows && !by_vocabulary) return false;
-    const LmHead &best =
-        !by_vocabulary || (by_rows && lm_head_cost(rows) <= lm_head_cost(vocabulary)) ? rows : vocabulary;
-    plan.way = best.way;
-    plan.rows = best.rows;
-    plan.columns = best.columns;
-    plan.buffers = best.buffers;
-    plan.part_rows = best.part_rows;
-    plan.overlap = best.overlap;
-    return lm_head_layout(plan);
+    double least = INFINITY;
+    for (double share : {8.0, 32.0}) {  // what cuBLASLt gets of the budget, the blocks don't
+        for (LmHeadWay candidate : {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE}) {
+            if (way >= 0 && way != candidate) continue;
+            LmHead other;
+            other.problem = p;
+            other.device = plan.device;
+            other.gemm_bytes = at_most(memory / share);
+            const bool fits = candidate == LM_HEAD_ROWS ? plan_rows(other, memory, overlap)
+                              : candidate == LM_HEAD_VOCABULARY
+                                  ? plan_vocabulary(other, memory, overlap)
+                                  : p.version >= 6 && plan_epilogue(other, memory, overlap);
+            const double cost = fits ? lm_head_cost(other) : INFINITY;
+            if (cost < least) least = cost, plan = other;
+        }
+    }
+    return least < INFINITY;
 }
 
 // The least that the version can do with; comfortable: with blocks of 128 rows, or tiles of 128 columns.
-inline size_t lm_head_least_bytes(const LmHeadProblem &problem, size_t l2, bool comfortable = false) {
+inline size_t lm_head_least_bytes(const LmHeadProblem &problem, const LmHeadDevice &device, bool comfortable = false) {
     const int most = problem.tuning.columns > 0 ? std::min(problem.tuning.columns, 128) : 128;
     const int unit = most >= 128 ? 128 : most >= 8 ? 8 : 1, columns = most / unit * unit;
     const int wanted_columns = columns < problem.V ? even_pieces(problem.V, columns, unit) : problem.V;
     auto possible = [&](size_t memory) {
         LmHead plan;
         plan.problem = problem;
-        if (!lm_head_plan(plan, memory, l2)) return false;
+        plan.device = device;
+        if (!lm_head_plan(plan, memory)) return false;
         return !comfortable || (plan.rows >= std::min(problem.N, 128) && plan.columns >= wanted_columns);
     };
     size_t bad = 0, good = 4096;
     for (; good < SIZE_MAX / 4 && !possible(good); good *= 2) bad = good;
-    if (comfortable && !possible(good)) return lm_head_least_bytes(problem, l2);
+    if (comfortable && !possible(good)) return lm_head_least_bytes(problem, device);
     while (good - bad > 256) {
         const size_t middle = bad + (good - bad) / 2;
         (possible(middle) ? good : bad) = middle;
@@ -650,9 +1185,6 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
     };
     describe(CUBLASLT_MATMUL_DESC_TRANSA, (int32_t)(logits ? CUBLAS_OP_T : CUBLAS_OP_N));
     describe(CUBLASLT_MATMUL_DESC_TRANSB, (int32_t)(dW ? CUBLAS_OP_T : CUBLAS_OP_N));
-    if (plan.overlap && p.tuning.gemm_sms > 0) {
-        describe(CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, (int32_t)p.tuning.gemm_sms);
-    }
     if (logits && p.bias) {
         describe(CUBLASLT_MATMUL_DESC_EPILOGUE, (uint32_t)CUBLASLT_EPILOGUE_BIAS);
         // Until there is one, an address that is aligned as it will be.
@@ -669,7 +1201,7 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
                       : cublasLtMatrixLayoutCreate(&gemm.d, result, C, dW ? gemm.columns : gemm.rows, C);
     });
     then([&] { return cublasLtMatmulPreferenceCreate(&preference); });
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)plan.gemm_bytes);
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)gemm.workspace);
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
     const uint32_t given = gemm.aligned ? 16 : lm_head_size(p.type), own = 16;
     const uint32_t of_result = gemm.aligned ? 16 : lm_head_size(result);
@@ -712,7 +1244,7 @@ inline cudaError_t gemm_run(const LmHead &plan, const Gemm &gemm, void *d, const
     }
     if (status == CUBLAS_STATUS_SUCCESS) {
         status = cublasLtMatmul(plan.handle, gemm.desc, &one, a, gemm.a, b, gemm.b, &beta, d, gemm.d, d, gemm.d,
-                                &gemm.candidates[gemm.chosen].algo, workspace + plan.gemm, plan.gemm_bytes, stream);
+                                &gemm.candidates[gemm.chosen].algo, workspace + plan.gemm, gemm.workspace, stream);
     }
     return from_cublas(status);
 }
@@ -758,16 +1290,19 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
         return fail(cudaErrorInvalidValue, "no such type, or two that don't go together");
     }
     if (!valid_options(p.options)) return fail(cudaErrorInvalidValue, "an option is not finite or out of its range");
-    if (p.version < 1 || p.version > 5) return fail(cudaErrorInvalidValue, "no version %d", p.version);
+    if (p.version < 1 || p.version > 6) return fail(cudaErrorInvalidValue, "no version %d", p.version);
     if (lm_head_pad(p.V) > INT32_MAX) return fail(cudaErrorInvalidValue, "V is too large");
     if (p.N == 0) return cudaSuccess;
-    int device = 0, l2 = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device);
+    cudaError_t error = lm_head_device(&plan.device);
     if (error != cudaSuccess) return fail(error, "%s", cudaGetErrorString(error));
-    if (!lm_head_plan(plan, p.memory, l2)) {
+    if (p.tuning.way == LM_HEAD_EPILOGUE && (p.version < 6 || !has_epilogue(plan))) {
+        return fail(cudaErrorNotSupported,
+                    "no such way: it takes version 6, 16-bit types, a positive logit_scale and "
+                    "code for sm_90a, on such a device");
+    }
+    if (!lm_head_plan(plan, p.memory)) {
         return fail(cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: version %d needs %zu here", p.memory,
-                    p.version, lm_head_least_bytes(p, l2));
+                    p.version, lm_head_least_bytes(p, plan.device));
     }
     cublasStatus_t status = cublasLtCreate(&plan.handle);
     if (status != CUBLAS_STATUS_SUCCESS) {
@@ -780,14 +1315,16 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     };
     auto add = [&](GemmKind kind, int rows, int columns, bool aligned) {
         if (find_gemm(plan, kind, rows, columns, aligned)) return true;
-        plan.gemms.push_back({kind, rows, columns, aligned});
+        // What runs beside another product has no room of its own: dW has tiles enough not to split its sums.
+        const bool beside = kind == GEMM_DW && plan.overlap && plan.way != LM_HEAD_VOCABULARY;
+        plan.gemms.push_back({kind, rows, columns, aligned, beside ? 0 : plan.gemm_bytes});
         status = gemm_create(plan.gemms.back(), plan);
         if (status == CUBLAS_STATUS_SUCCESS) return true;
         plan.gemms.back().candidates.clear();
         if (!aligned) return true;  // runs that need it will be refused
         const char *const names[] = {"logits", "dX", "dW"};
         fail(from_cublas(status), "cuBLASLt: %s: %d rows, %d columns, C %d, %zu bytes of scratch: %s", names[kind],
-             rows, columns, p.C, plan.gemm_bytes, cublasLtGetStatusName(status));
+             rows, columns, p.C, plan.gemms.back().workspace, cublasLtGetStatusName(status));
         return false;
     };
     const std::vector<int> widths = p.C > 0 && p.V > 0 ? sizes(p.V, plan.columns) : std::vector<int>();
@@ -796,10 +1333,9 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
             for (int columns : widths) {
                 for (int piece : {whole_columns(columns), columns - whole_columns(columns)}) {
                     if (piece == 0) continue;
-                    for (int part : sizes(rows, plan.way == LM_HEAD_VOCABULARY ? rows : plan.part_rows)) {
-                        if (!add(GEMM_LOGITS, part, piece, aligned)) return from_cublas(status);
-                        if (p.dX && !add(GEMM_DX, part, piece, aligned)) return from_cublas(status);
-                    }
+                    const bool made = plan.way != LM_HEAD_EPILOGUE;
+                    if (made && !add(GEMM_LOGITS, rows, piece, aligned)) return from_cublas(status);
+                    if (p.dX && !add(GEMM_DX, rows, piece, aligned)) return from_cublas(status);
                     if (p.dW && !add(GEMM_DW, rows, piece, aligned)) return from_cublas(status);
                 }
             }
@@ -809,9 +1345,9 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     int least = 0, greatest = 0;
     error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
     if (error == cudaSuccess) {
-        error = cudaStreamCreateWithPriority(&plan.side, cudaStreamNonBlocking, p.tuning.urgent ? greatest : least);
+        error = cudaStreamCreateWithPriority(&plan.side, cudaStreamNonBlocking, greatest);
     }
-    const size_t count = plan.way == LM_HEAD_VOCABULARY ? 2 : ceil_div(plan.rows, plan.part_rows) + 1;
+    const size_t count = 2;
     for (std::vector<cudaEvent_t> *events : {&plan.made, &plan.done}) {
         while (error == cudaSuccess && events->size() < count) {
             cudaEvent_t event = nullptr;
@@ -877,7 +1413,6 @@ struct LmHeadRun {
         uintptr_t all = (uintptr_t)args.X | (uintptr_t)args.W | (uintptr_t)args.bias | (uintptr_t)args.dX;
         all |= (uintptr_t)args.dW;
         if (plan.blocks() > 1) all |= plan.rows * C * sizeof(floatX);
-        if (plan.way == LM_HEAD_ROWS && plan.part_rows < plan.rows) all |= plan.part_rows * C * sizeof(floatX);
         if (plan.tiles() > 1) all |= plan.columns * C * sizeof(floatX) | plan.columns * sizeof(floatX);
         aligned = all % 16 == 0;
     }
@@ -1007,6 +1542,74 @@ struct LmHeadRun {
                                          });
     }
 
+    // The scalars of `count` rows from `row` on, and what their gradients are formed of.
+    cudaError_t finish_rows(size_t row, int count, unsigned runs, unsigned run_columns, cudaStream_t stream) const {
+        ClassifierGradient *const gradients = plan.gradient() ? part<ClassifierGradient>(plan.gradients) : nullptr;
+        const TiledRow *const seen = part<TiledRow>(plan.seen);
+        return classify(logits(0), row, count, [&](const auto &args, auto softcap, auto extras) {
+            lm_head_finish_kernel<floatX, softcap.value, extras.value>
+                <<<ceil_div((unsigned)count, 128u), 128, 0, stream>>>(gradients, seen, runs, run_columns, args);
+            return cudaGetLastError();
+        });
+    }
+
+    // The product of our own, for `count` rows from `row` on and a tile: their statistics, or their gradients.
+    template <bool writes>
+    cudaError_t multiply(ProductArguments<floatX> product, floatX *logits, size_t row, int count, int tile, int columns,
+                         cudaStream_t stream) const {
+        const LmHeadProblem &p = plan.problem;
+        const size_t C = p.C, first = (size_t)tile * plan.columns;
+        product.X_rows = args.X + row * C;
+        product.W_rows = args.W + first * C;
+        product.bias = args.bias ? args.bias + first : nullptr;
+        product.rows = count;
+        product.columns = columns;
+        product.C = p.C;
+        product.begin = (unsigned)first;
+        product.mapped = C % 8 == 0 && ((uintptr_t)args.X | (uintptr_t)args.W) % 16 == 0;
+        cudaError_t error = cudaSuccess;
+        auto map = [&](CUtensorMap *map, const floatX *begin, unsigned columns, unsigned rows, size_t stride,
+                       unsigned box) {
+            if (error == cudaSuccess) error = map_rows(map, begin, columns, rows, stride, box);
+        };
+        if (product.mapped) {
+            map(&product.X, product.X_rows, p.C, count, C, TILE_ROWS);
+            map(&product.W, product.W_rows, p.C, columns, C, TILE_COLUMNS);
+        }
+        if (writes) map(&product.out, logits, columns, count, plan.P, BOX_ROWS);
+        if (error != cudaSuccess) return error;
+        const unsigned units = ceil_div((unsigned)count, TILE_ROWS) * product.runs;
+        const unsigned grid_size = std::min(units, (unsigned)plan.device.multiprocessors);
+        return classify(logits, row, count, [&](const auto &args, auto softcap, auto extras) {
+            // What is left of the extras here is the sum of a row's logits, for its statistics.
+            constexpr Extras wanted = writes ? NO_EXTRAS : std::min(extras.value, SUM);
+            const auto kernel = lm_head_product_kernel<floatX, writes, softcap.value, wanted>;
+            cudaError_t error = allow_shared(kernel, PRODUCT_SHARED);
+            if (error != cudaSuccess) return error;
+            kernel<<<grid_size, PRODUCT_THREADS, PRODUCT_SHARED, stream>>>(product, args);
+            return cudaGetLastError();
+        });
+    }
+
+    // Of all rows: their scalars, and what their gradients are formed of.
+    cudaError_t make_statistics(cudaStream_t stream) const {
+        const LmHeadProblem &p = plan.problem;
+        ProductArguments<floatX> product = {};
+        product.runs = plan.runs;
+        product.seen = part<TiledRow>(plan.seen);
+        const cudaError_t error = multiply<false>(product, nullptr, 0, p.N, 0, p.V, stream);
+        const unsigned run_columns =
+            ceil_div(ceil_div((unsigned)p.V, TILE_COLUMNS), (unsigned)plan.runs) * TILE_COLUMNS;
+        return error == cudaSuccess ? finish_rows(0, p.N, plan.runs, run_columns, stream) : error;
+    }
+
+    cudaError_t make_dlogits(floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
+        ProductArguments<floatX> product = {};
+        product.runs = even_runs(count, columns_of(tile), plan.device.multiprocessors);
+        product.gradients = part<ClassifierGradient>(plan.gradients) + row;
+        return multiply<true>(product, dlogits, row, count, tile, columns_of(tile), stream);
+    }
+
     // The fused classifier, in place.
     cudaError_t classify_fused(floatX *logits, size_t row, int count, cudaStream_t stream) const {
         const LmHeadProblem &p = plan.problem;
@@ -1054,40 +1657,67 @@ cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t s
     return steps.error;
 }
 
-// Blocks of rows, one or more. Overlapping, a block is classified in parts: the first while the logits of the next one
-// are made, the last while dX is made of the others. dW has the block as a whole, since each addition to it costs.
+// dbias, dX and dW of a block or tile of gradients. Overlapping, dX is on the side, and first where both have something
+// to start: what it has few of, tiles, the other has many of, which then fill the multiprocessors that it leaves.
+// then(stream): what follows dX.
+template <typename floatX, typename gradX, typename Then>
+cudaError_t lm_head_gradients(const LmHeadRun<floatX, gradX> &run, const floatX *dlogits, size_t row, int rows,
+                              int tile, bool first, cudaStream_t stream, Then then) {
+    const LmHead &plan = run.plan;
+    const cudaStream_t side = plan.overlap ? plan.side : stream;
+    Steps steps;
+    if (plan.overlap) {
+        steps.then([&] { return cudaEventRecord(plan.made[0], stream); });
+        steps.then([&] { return cudaStreamWaitEvent(side, plan.made[0], 0); });
+    }
+    steps.then([&] { return run.make_dX(dlogits, row, rows, tile, first, side); });
+    steps.then([&] { return then(side); });
+    steps.then([&] { return run.add_dbias(dlogits, row, rows, tile, stream); });
+    steps.then([&] { return run.add_dW(dlogits, row, rows, tile, stream); });
+    if (plan.overlap) {
+        steps.then([&] { return cudaEventRecord(plan.done[0], side); });
+        steps.then([&] { return cudaStreamWaitEvent(stream, plan.done[0], 0); });
+    }
+    return steps.error;
+}
+
+// Blocks of rows, one or more.
 template <typename floatX, typename gradX>
 cudaError_t lm_head_by_rows(const LmHeadRun<floatX, gradX> &run, cudaStream_t stream) {
     const LmHead &plan = run.plan;
-    const cudaStream_t side = plan.overlap ? plan.side : stream;
     floatX *const logits = run.logits(0);
     Steps steps;
     for (int block = 0; block < plan.blocks(); block++) {
-        const size_t first = (size_t)block * plan.rows;
-        const int rows = run.rows_of(block), parts = ceil_div(rows, plan.part_rows);
-        auto rows_of = [&](int part) { return std::min(plan.part_rows, rows - part * plan.part_rows); };
-        auto row_of = [&](int part) { return first + (size_t)part * plan.part_rows; };
-        auto logits_of = [&](int part) { return logits + (size_t)part * plan.part_rows * plan.P; };
-        // What `next` does in its stream waits for what is in `before` now.
-        auto wait = [&](const std::vector<cudaEvent_t> &events, int part, cudaStream_t before, cudaStream_t next) {
-            if (!plan.overlap) return;
-            steps.then([&] { return cudaEventRecord(events[part], before); });
-            steps.then([&] { return cudaStreamWaitEvent(next, events[part], 0); });
-        };
-        for (int part = 0; part < parts; part++) {
-            steps.then([&] { return run.make_logits(logits_of(part), row_of(part), rows_of(part), 0, stream); });
-            wait(plan.made, part, stream, side);
-            steps.then([&] { return run.classify_fused(logits_of(part), row_of(part), rows_of(part), side); });
-            if (plan.overlap) steps.then([&] { return cudaEventRecord(plan.done[part], side); });
+        const size_t row = (size_t)block * plan.rows;
+        const int rows = run.rows_of(block);
+        steps.then([&] { return run.make_logits(logits, row, rows, 0, stream); });
+        steps.then([&] { return run.classify_fused(logits, row, rows, stream); });
+        steps.then([&] {
+            auto finish = [&](cudaStream_t s) { return run.finish_dX(row, rows, s); };
+            return lm_head_gradients(run, logits, row, rows, 0, true, stream, finish);
+        });
+    }
+    return steps.error;
+}
+
+// The statistics of all rows, of logits that nobody ever sees; then the gradients, tile by tile.
+template <typename floatX, typename gradX>
+cudaError_t lm_head_by_epilogue(const LmHeadRun<floatX, gradX> &run, cudaStream_t stream) {
+    const LmHead &plan = run.plan;
+    floatX *const dlogits = run.logits(0);
+    Steps steps;
+    steps.then([&] { return run.make_statistics(stream); });
+    for (int block = 0; plan.gradient() && block < plan.blocks(); block++) {
+        const size_t row = (size_t)block * plan.rows;
+        const int rows = run.rows_of(block);
+        for (int tile = 0; tile < plan.tiles(); tile++) {
+            steps.then([&] { return run.make_dlogits(dlogits, row, rows, tile, stream); });
+            steps.then([&] {
+                auto nothing = [](cudaStream_t) { return cudaSuccess; };
+                return lm_head_gradients(run, dlogits, row, rows, tile, tile == 0, stream, nothing);
+            });
         }
-        steps.then([&] { return run.add_dbias(logits, first, rows, 0, side); });
-        for (int part = 0; part < parts; part++) {
-            if (plan.overlap) steps.then([&] { return cudaStreamWaitEvent(stream, plan.done[part], 0); });
-            steps.then([&] { return run.make_dX(logits_of(part), row_of(part), rows_of(part), 0, true, stream); });
-            steps.then([&] { return run.finish_dX(row_of(part), rows_of(part), stream); });
-        }
-        steps.then([&] { return run.add_dW(logits, first, rows, 0, stream); });
-        if (run.args.dbias) wait(plan.done, parts, side, stream);
+        steps.then([&] { return run.finish_dX(row, rows, stream); });
     }
     return steps.error;
 }
@@ -1125,8 +1755,7 @@ template <typename floatX, typename gradX>
 cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStream_t stream) {
     const LmHead &plan = run.plan;
     TiledRow *const seen = run.template part<TiledRow>(plan.seen);
-    ClassifierGradient *const gradients =
-        plan.gradient() ? run.template part<ClassifierGradient>(plan.gradients) : nullptr;
+    ClassifierGradient *const gradients = run.template part<ClassifierGradient>(plan.gradients);
     const int tiles = plan.tiles();
     auto logits = [&](int tile) { return run.logits(tile % plan.buffers); };
     // About four vectors a thread.
@@ -1147,13 +1776,7 @@ cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStrea
             };
             return lm_head_steps(plan, tiles, stream, make, look, [](int, cudaStream_t) { return cudaSuccess; });
         });
-        steps.then([&] {
-            return run.classify(logits(0), row, rows, [&](const auto &args, auto softcap, auto extras) {
-                lm_head_finish_kernel<floatX, softcap.value, extras.value>
-                    <<<ceil_div((unsigned)rows, 128u), 128, 0, stream>>>(gradients, seen, args);
-                return cudaGetLastError();
-            });
-        });
+        steps.then([&] { return run.finish_rows(row, rows, 1, plan.problem.V, stream); });
         if (!plan.gradient()) continue;
         steps.then([&] {
             auto tile_of = [&](int step) { return tiles - 1 - step; };
@@ -1208,8 +1831,11 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
             return lm_head_textbook(run, stream);
         case LM_HEAD_ROWS:
             return lm_head_by_rows(run, stream);
-        default:
+        case LM_HEAD_VOCABULARY:
             return lm_head_by_vocabulary(run, stream);
+        default:
+            if constexpr (sizeof(floatX) == 2) return lm_head_by_epilogue(run, stream);
+            return cudaErrorInvalidValue;
     }
 }
 
@@ -1223,6 +1849,12 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
     cudaEvent_t start = nullptr, stop = nullptr;
     cudaError_t error = cudaEventCreate(&start);
     if (error == cudaSuccess) error = cudaEventCreate(&stop);
+    if constexpr (sizeof(floatX) == 2) {
+        if (error == cudaSuccess && plan.way == LM_HEAD_EPILOGUE && plan.gradient() && run.possible()) {
+            error = run.make_statistics(stream);
+            if (error == cudaSuccess) error = run.make_dlogits(run.logits(0), 0, run.rows_of(0), 0, stream);
+        }
+    }
     for (Gemm &gemm : plan.gemms) {  // the logits come first: the other products have numbers to work on then
         if (gemm.aligned != run.aligned || gemm.candidates.size() < 2) continue;
         const bool logits = gemm.kind == GEMM_LOGITS;
@@ -1266,6 +1898,8 @@ constexpr Version<LmHeadLauncher<floatX, gradX>> lm_head_versions[] = {
     {4, "vocabulary", "tiles of the vocabulary, whose logits are made twice", lm_head<floatX, gradX>, 512,
      SAME_AT_A_BLOCK_SIZE},
     {5, "planned", "the way and its sizes from the budget and the L2", lm_head<floatX, gradX>, 512,
+     SAME_AT_A_BLOCK_SIZE},
+    {6, "epilogue", "statistics and gradients in the accumulators of a product of our own", lm_head<floatX, gradX>, 512,
      SAME_AT_A_BLOCK_SIZE},
 };
 
@@ -1462,10 +2096,11 @@ void lm_head_race(Harness &h) {
     problem.dbias = problem.bias && problem.dW;
     problem.tf32 = h.flag("--tf32");
     problem.tuning.overlap = h.choice("--overlap") == "on";
-    problem.tuning.way = way == "auto" ? -1 : way == "rows" ? LM_HEAD_ROWS : LM_HEAD_VOCABULARY;
-    problem.tuning.parts = (int)h.number("--parts");
+    problem.tuning.way = way == "auto"         ? -1
+                         : way == "rows"       ? LM_HEAD_ROWS
+                         : way == "vocabulary" ? LM_HEAD_VOCABULARY
+                                               : LM_HEAD_EPILOGUE;
     problem.tuning.columns = (int)h.number("--columns");
-    problem.tuning.gemm_sms = (int)h.number("--gemm-sms");
 
     // The points: budgets. A share that is too small means the least that makes sense.
     const double logits_bytes = (double)N * V * sizeof(floatX);
@@ -1479,8 +2114,8 @@ void lm_head_race(Harness &h) {
     h.swept = "--memory";
     h.points = budgets;
 
-    int l2 = 0;
-    cudaCheck(cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, 0));
+    LmHeadDevice device;
+    cudaCheck(lm_head_device(&device));
     typedef std::shared_ptr<LmHead> Plan;
     auto make_plan = [&](const LmHeadProblem &wanted) {
         Plan plan(new LmHead, [](LmHead *old) {
@@ -1491,15 +2126,15 @@ void lm_head_race(Harness &h) {
         if (error != cudaSuccess && plan->rows > 0) h.refuse(EXIT_NO_DEVICE, "%s", plan->what);
         return plan;
     };
-    auto plans = std::make_shared<std::vector<std::vector<Plan>>>(6);
+    auto plans = std::make_shared<std::vector<std::vector<Plan>>>(7);
     size_t most_bytes = 0;
-    for (int version = 1; version <= 5; version++) {
+    for (int version = 1; version <= 6; version++) {
         if (h.version != -1 && h.version != version) continue;
         for (const std::string &budget : budgets) {
             problem.version = version;
             problem.memory = (size_t)std::min(parse_memory(budget, logits_bytes), 0x1p62);
             if (budget.back() == '%' && version > 2) {
-                problem.memory = std::max(problem.memory, lm_head_least_bytes(problem, l2, true));
+                problem.memory = std::max(problem.memory, lm_head_least_bytes(problem, device, true));
             }
             (*plans)[version].push_back(make_plan(problem));
             most_bytes = std::max(most_bytes, (*plans)[version].back()->bytes);
@@ -1523,12 +2158,9 @@ void lm_head_race(Harness &h) {
         const double bytes = plan ? plan->bytes : 0, share = 100 * bytes / logits_bytes;
         char words[160] = "";
         if (plan) {
-            const char *const ways[] = {"textbook", "rows", "vocabulary"};
-            const bool tiles = plan->way == LM_HEAD_VOCABULARY;
-            const int pieces = tiles ? plan->buffers : ceil_div(plan->rows, plan->part_rows);
-            snprintf(words, sizeof(words), "scratch %.1f%% of the logits | %s: %d x %d, %d %s%s%s", share,
-                     ways[plan->way], plan->rows, plan->columns, pieces, tiles ? "buffer" : "part",
-                     pieces > 1 ? "s" : "", has_room ? "" : " | no room for the bare gemms");
+            const char *const ways[] = {"textbook", "rows", "vocabulary", "epilogue"};
+            snprintf(words, sizeof(words), "scratch %.1f%% of the logits | %s: %d of %d x %d%s", share, ways[plan->way],
+                     plan->buffers, plan->rows, plan->columns, has_room ? "" : " | no room for the bare gemms");
         }
         return {{"scratch_bytes", bytes, ""},
                 {"scratch_pct_of_logits", share, words, "scratch, % of the logits"},
@@ -1536,7 +2168,7 @@ void lm_head_race(Harness &h) {
                 {"block_rows", plan ? (double)plan->rows : 0, ""},
                 {"tile_columns", plan ? (double)plan->columns : 0, ""},
                 {"buffers", plan ? (double)plan->buffers : 0, ""},
-                {"part_rows", plan ? (double)plan->part_rows : 0, ""}};
+                {"gemm_bytes", plan ? (double)plan->gemm_bytes : 0, ""}};
     };
 
     const int ignore_every = (int)h.number("--ignore-every");
@@ -1682,10 +2314,7 @@ void lm_head_race(Harness &h) {
 int main(int argc, char **argv) {
     const std::vector<Number> numbers = classifier_numbers(
         {{"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
-         {"--parts", 1, 1, 64, "version 5: of a block of rows, classified beside the products of others", true},
-         {"--columns", 0, 0, INT32_MAX, "versions 4 and 5: of a tile at most; 0: from the L2", true},
-         {"--gemm-sms", 0, 0, 1024,
-          "version 5: multiprocessors for the products, where the classifier runs beside them; 0: all", true}});
+         {"--columns", 0, 0, INT32_MAX, "versions 4 to 6: of a tile at most; 0: from the L2 or the budget", true}});
     Harness h("lm_head", "hidden states to losses and every gradient",
               {{'b', "B", 8, 2}, {'t', "T", 1024, 8}, {'c', "C", 768, 64}, {'v', "V", 50257, 50257}},
               {{"--grad-dtype", {"fp32", "same"}, "type of dW and dbias"},
@@ -1695,10 +2324,8 @@ int main(int argc, char **argv) {
                {"--bias", {}, "a bias, and its gradient with dW's"},
                {"--tf32", {}, "fp32 products from inputs that are rounded to TF32"},
                {"--sweep", {"none", "memory"}, "budgets from 100% to 1%"},
-               {"--way", {"auto", "rows", "vocabulary"}, "version 5: which way to take"},
-               {"--overlap",
-                {"on", "off"},
-                "version 5: the classifier beside the products; of a block of rows, only in --parts"},
+               {"--way", {"auto", "rows", "vocabulary", "epilogue"}, "versions 5 and 6: which way to take"},
+               {"--overlap", {"on", "off"}, "versions 5 and 6: work on two streams"},
                {"--graph", {}, "launches are captured once, as a CUDA graph"}},
               numbers, {{"--memory", "25%", "scratch at most, in MiB or as a share of the logits (like 10%)"}});
     h.block_sizes = false;

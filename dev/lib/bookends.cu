@@ -150,11 +150,10 @@ extern "C" void bk_lm_head_destroy(bk_lm_head *plan) {
 static int lm_head_make(bk_lm_head *made, LmHeadProblem problem) {
     const size_t logits = (size_t)problem.N * problem.V * lm_head_size(problem.type), memory = problem.memory;
     if (memory == 0 && problem.version > 2 && problem.N > 0) {
-        int device = 0, l2 = 0;
-        cudaError_t error = cudaGetDevice(&device);
-        if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device);
+        LmHeadDevice device;
+        const cudaError_t error = lm_head_device(&device);
         if (error != cudaSuccess) return from_cuda(error);
-        problem.memory = std::max(logits / 4, lm_head_least_bytes(problem, l2, true));
+        problem.memory = std::max(logits / 4, lm_head_least_bytes(problem, device, true));
     }
     const cudaError_t error = lm_head_create(made->plan, problem);
     if (error == cudaErrorMemoryAllocation && made->plan.rows == 0) return BK_ERROR_MEMORY;
