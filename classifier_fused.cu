@@ -275,11 +275,12 @@ __device__ float sum_of(const float (&values)[width]) {
     return sums[0];
 }
 
-// Sees vectors, whose first columns are `stride` apart.
+// Sees vectors, whose first columns are `stride` apart: first what the largest value is, then the sums.
 template <bool softcap, Extras extras, typename floatX, int width, int count>
-__device__ void see(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count], unsigned column, unsigned stride,
-                    const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
-    float largest = -FLT_MAX, sums[count], slope;
+__device__ void see_largest(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count], unsigned column,
+                            unsigned stride, const ClassifierTarget<floatX> &target,
+                            const ClassifierArguments<floatX> &args) {
+    float largest = -FLT_MAX, slope;
 #pragma unroll
     for (int u = 0; u < count; u++) {
         float most;
@@ -299,6 +300,11 @@ __device__ void see(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count
         largest = fmaxf(largest, value_and_slope<softcap, extras>(most, args, &slope));
     }
     seen.raise(largest, args.power);
+}
+template <bool softcap, Extras extras, typename floatX, int width, int count>
+__device__ void see_sums(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count],
+                         const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
+    float sums[count], slope;
 #pragma unroll
     for (int u = 0; u < count; u++) {
         float value[width];
@@ -317,6 +323,12 @@ __device__ void see(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count
         sums[u] = sum_of(value);
     }
     seen.sum += sum_of(sums);
+}
+template <bool softcap, Extras extras, typename floatX, int width, int count>
+__device__ void see(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count], unsigned column, unsigned stride,
+                    const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
+    see_largest<softcap, extras>(seen, x, column, stride, target, args);
+    see_sums<softcap, extras>(seen, x, target, args);
 }
 template <bool softcap, Extras extras, typename floatX, int width>
 __device__ void see(RunningSoftmax &seen, const Packed<floatX, width> &x, unsigned column,

@@ -14,15 +14,14 @@ version 2  fused: all logits, the fused classifier between the products
 version 3  rows: a block of rows after the other, so that scratch is bounded; dW is added to once a block
 version 4  vocabulary: for the smallest budgets: the first pass over tiles of the vocabulary makes each row's softmax
            statistics and keeps nothing; the second makes a tile's logits again and is done with its rows of dW at once
-version 5  planned: the way and the sizes follow from the budget and the L2; the two products that read a block's
-           gradients run beside each other, the classifier of one tile beside the products of another, and tiles that
-           the first pass leaves behind are not made again
-version 6  epilogue: a product of our own (compute capability 9.0), which has the softmax statistics of the logits in
-           its accumulators, and their gradients when it makes them again: the first pass keeps nothing, and nothing
-           reads logits. The plan has one way more to choose from
+version 5  epilogue: the same with a product of our own (compute capability 9.0), which has the statistics of the logits
+           in its accumulators, and the gradients when it makes them again: the first pass stores nothing, and no
+           kernel reads logits
+version 6  planned: the way and its sizes follow from the budget; of version 4's tiles, the classifier of one runs beside
+           the products of another, and those that the first pass leaves behind are not made again
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
-          (version 6 as such: -gencode arch=compute_90a,code=sm_90a)
+          (version 5 as such: -gencode arch=compute_90a,code=sm_90a)
 Run:      ./lm_head                    the fastest version, in a quarter of what the logits take
           ./lm_head all --memory 10%
           ./lm_head 5 --sweep memory -c 4096 -v 128256
@@ -320,9 +319,9 @@ constexpr unsigned TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64, TILE_ST
 constexpr unsigned PRODUCT_THREADS = 3 * GROUP;
 constexpr unsigned X_BYTES = TILE_ROWS * TILE_DEPTH * 2, W_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
 constexpr unsigned BOX_ROWS = 16, BOX_COLUMNS = 64, BOX_BYTES = BOX_ROWS * BOX_COLUMNS * 2;  // leave at a time
+constexpr unsigned WARP_BOXES = 2;                                                           // that a warp has room for
 constexpr unsigned SWIZZLE_BYTES = 1024;  // what the 128-byte swizzle repeats itself after
-constexpr size_t PRODUCT_SHARED =
-    TILE_STAGES * (X_BYTES + W_BYTES) + 2 * 2 * GROUP / WARP_SIZE * BOX_BYTES + SWIZZLE_BYTES;
+constexpr size_t PRODUCT_SHARED = TILE_STAGES * (X_BYTES + W_BYTES) + 2 * GROUP / WARP_SIZE * WARP_BOXES * BOX_BYTES;
 
 // In shared memory, rows of 128 bytes have their 16-byte chunks in an order that changes from row to row, so that
 // neither the tensor cores nor the threads that write meet bank conflicts: chunk i of row r is where i ^ (r % 8) is.
@@ -416,7 +415,8 @@ __device__ void wgmma_wait() {
 #endif
 }
 
-// A group's threads have so many registers from here on: the launch gives all of them 168.
+// A group's threads have so many registers from here on. The launch gives all of them 168, and more than that has to be
+// what others have left: 3 * 168 = 40 + 2 * 232.
 template <int registers, bool more>
 __device__ void set_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -469,17 +469,21 @@ struct ProductArguments {
 // A thread's 8 vectors of 8 logits of a row: the column, in the tile, of the pair of elements k, k+1 of vector u.
 __device__ inline unsigned pair_column(unsigned u, unsigned k) { return (4 * u + k / 2) * 8 + threadIdx.x % 4 * 2; }
 
-// see() for vectors first..first+3 of the last tile, of which not all columns are there.
+// see() for the last tile, of which not all columns are there.
 template <bool softcap, Extras extras, typename floatX>
-__device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[4], unsigned first, unsigned columns,
-                         float origin, const ClassifierArguments<floatX> &args) {
+__device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], unsigned columns, float origin,
+                         const ClassifierArguments<floatX> &args) {
     float largest = -FLT_MAX;
     auto for_each = [&](auto what) {
 #pragma unroll
-        for (unsigned i = 0; i < 32; i++) {
-            float slope;
-            const float value = value_and_slope<softcap, extras>((float)x[i / 8][i % 8], args, &slope);
-            if (pair_column(first + i / 8, i % 8) + i % 2 < columns) what(value);
+        for (unsigned u = 0; u < 8; u++) {
+            float values[8], slope;
+            to_floats(values, x[u]);
+#pragma unroll
+            for (unsigned k = 0; k < 8; k++) {
+                const float value = value_and_slope<softcap, extras>(values[k], args, &slope);
+                if (pair_column(u, k) + k % 2 < columns) what(value);
+            }
         }
     };
     for_each([&](float value) { largest = fmaxf(largest, value); });
@@ -490,7 +494,7 @@ __device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[4], 
     });
 }
 
-// Version 6. Blocks stay, and take tile after tile along a run of columns of the same rows, so that a row's statistics
+// Version 5. Blocks stay, and take tile after tile along a run of columns of the same rows, so that a row's statistics
 // are carried on in registers; the blocks of a column of tiles go side by side, and meet its rows of W in the L2. A
 // slice of inputs is in one of four stages:
 //   full[i]   the loader announces the bytes and bulk copies bring them, or all threads of its group have stored them.
@@ -507,9 +511,8 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
     if constexpr (HAS_WGMMA) {
         namespace ptx = cuda::ptx;
         typedef Packed<floatX, 8> x8;
-        extern __shared__ uint4 dynamic[];
+        extern __shared__ __align__(SWIZZLE_BYTES) char inputs[];
         __shared__ uint64_t full[TILE_STAGES], empty[TILE_STAGES];
-        char *const inputs = (char *)(((uintptr_t)dynamic + SWIZZLE_BYTES - 1) / SWIZZLE_BYTES * SWIZZLE_BYTES);
         char *const outputs = inputs + TILE_STAGES * (X_BYTES + W_BYTES);
         const unsigned group = threadIdx.x / GROUP, warp = threadIdx.x / WARP_SIZE % 4, lane = threadIdx.x % WARP_SIZE;
         const unsigned across = ceil_div(product.columns, TILE_COLUMNS), down = ceil_div(product.rows, TILE_ROWS);
@@ -534,7 +537,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
         };
         auto nothing = [](auto...) {};
         if (group == 0) {
-            set_registers<64, false>();
+            set_registers<40, false>();
             auto load = [&](unsigned row, unsigned column) {
                 for (unsigned slice = 0; slice < slices; slice++) {
                     char *const X = inputs + ring.slot * (X_BYTES + W_BYTES), *const W = X + X_BYTES;
@@ -567,13 +570,22 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
             if (threadIdx.x == 0 || !product.mapped) for_each_tile(nothing, load, nothing);
             return;
         }
-        set_registers<224, true>();
+        set_registers<232, true>();
         float sums[128];
         const unsigned own_row = (group - 1) * 64 + warp * BOX_ROWS + lane / 4;  // and the one 8 further on
         auto release = [&](unsigned slot) {
             if (lane == 0) ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &empty[slot]);
         };
-        auto multiply = [&] {
+        auto add_bias = [&](unsigned column) {
+#pragma unroll
+            for (unsigned i = 0; i < 64; i++) {
+                const unsigned at = i / 2 * 4 + i % 2, j = column + i / 2 * 8 + lane % 4 * 2 + i % 2;
+                const float bias = j < product.columns ? (float)product.bias[j] : 0.0f;
+                sums[at] += bias;
+                sums[at + 2] += bias;
+            }
+        };
+        auto multiply = [&](unsigned column) {
             unsigned before = 0;
             for (unsigned slice = 0; slice < slices; slice++) {
                 wait_for_phase(&full[ring.slot], ring.phase);
@@ -595,22 +607,14 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
             }
             wgmma_wait<0>();
             release(before);
+            if (product.bias) add_bias(column);
         };
         // Vector u of the logits in row h of the thread's two, rounded.
-        auto logits = [&](unsigned h, unsigned u, unsigned column) {
+        auto logits = [&](unsigned h, unsigned u) {
             float values[8];
 #pragma unroll
-            for (unsigned k = 0; k < 8; k++) {
-                values[k] = sums[(4 * u + k / 2) * 4 + 2 * h + k % 2];
-                const unsigned j = column + pair_column(u, k) + k % 2;
-                if (product.bias && j < product.columns) values[k] += (float)product.bias[j];
-            }
+            for (unsigned k = 0; k < 8; k++) values[k] = sums[(4 * u + k / 2) * 4 + 2 * h + k % 2];
             return from_floats<floatX>(values);
-        };
-        // Where the target is among those, as 8u + k: if it is in this tile and this thread's. Else 64.
-        auto find = [&](unsigned target, unsigned column) {
-            const unsigned at = target - column;
-            return at < TILE_COLUMNS && at % 8 / 2 == lane % 4 ? at / 8 * 2 + at % 2 : 64;
         };
         unsigned targets[2];
         bool ignored[2];
@@ -633,30 +637,29 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                     }
                 },
                 [&](unsigned row, unsigned column) {
-                    multiply();
+                    multiply(column);
 #pragma unroll
                     for (unsigned b = 0; b < TILE_COLUMNS / BOX_COLUMNS; b++) {
                         char *const box = boxes + b % 2 * BOX_BYTES;
                         if (lane == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>());
                         __syncwarp();
 #pragma unroll
+                        for (unsigned i = 0; i < 4; i++) {
+                            const unsigned h = i / 2, u = 2 * b + i % 2;
+                            char *const half = box + lane % 4 * 4;
+                            uint4 words = to_bits(gradient_of<softcap, extras>(logits(h, u), g[h], args));
+                            if (ignored[h]) words = {};
+                            const unsigned r = lane / 4 + 8 * h, chunk = u % 2 * 4;
+                            *(unsigned *)(half + swizzled(r, chunk)) = words.x;
+                            *(unsigned *)(half + swizzled(r, chunk + 1)) = words.y;
+                            *(unsigned *)(half + swizzled(r, chunk + 2)) = words.z;
+                            *(unsigned *)(half + swizzled(r, chunk + 3)) = words.w;
+                        }
                         for (unsigned h = 0; h < 2; h++) {
-                            const unsigned own = find(targets[h], column);
-#pragma unroll
-                            for (unsigned u = 2 * b; u < 2 * b + 2; u++) {
-                                x8 d = gradient_of<softcap, extras>(logits(h, u, column), g[h], args);
-                                if (own / 8 == u) {
-#pragma unroll
-                                    for (unsigned k = 0; k < 8; k++) {
-                                        if (own % 8 == k) d[k] = (floatX)g[h].at_target;
-                                    }
-                                }
-                                if (ignored[h]) d = x8{};
-#pragma unroll
-                                for (unsigned k = 0; k < 8; k += 2) {
-                                    memcpy(box + swizzled(lane / 4 + 8 * h, u % 2 * 4 + k / 2) + lane % 4 * 4, &d[k],
-                                           4);
-                                }
+                            const unsigned at = targets[h] - column - b * BOX_COLUMNS;  // in this box, if so
+                            if (at < BOX_COLUMNS && at % 8 / 2 == lane % 4 && !ignored[h]) {
+                                *(floatX *)(box + swizzled(lane / 4 + 8 * h, at / 8) + at % 8 * 2) =
+                                    (floatX)g[h].at_target;
                             }
                         }
                         ptx::fence_proxy_async(ptx::space_shared);
@@ -685,30 +688,42 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                     fresh = true;
                 },
                 [&](unsigned, unsigned column) {
-                    multiply();
+                    multiply(column);
+                    x8 x[2][8];  // all of them before anything else, since then the sums' registers are free
 #pragma unroll
-                    for (unsigned part = 0; part < 4; part++) {  // halves of both rows: there are no registers for more
-                        const unsigned h = part / 2, first = part % 2 * 4;
-                        x8 x[4];
+                    for (unsigned i = 0; i < 16; i++) x[i / 8][i % 8] = logits(i / 8, i % 8);
 #pragma unroll
-                        for (unsigned u = 0; u < 4; u++) x[u] = logits(h, first + u, column);
-                        if (extras != NO_EXTRAS && fresh && first == 0) {  // the run's first logit
-                            float slope, value = value_and_slope<softcap, extras>((float)x[0][0], args, &slope);
+                    for (unsigned h = 0; h < 2; h++) {
+                        if (extras != NO_EXTRAS && fresh) {  // the run's first logit
+                            float values[8], slope;
+                            to_floats(values, x[h][0]);
+                            float value = value_and_slope<softcap, extras>(values[0], args, &slope);
                             value = __shfl_sync(0xffffffffu, value, lane / 4 * 4);
                             rows[h].origin = isfinite(value) ? value : 0.0f;
                         }
-                        const unsigned own = find(targets[h], column) - 8 * first;
-                        if (own < 32) {
+                        const unsigned at = targets[h] - column;
+                        if (at < TILE_COLUMNS && at % 8 / 2 == lane % 4) {  // here, and mine
 #pragma unroll
-                            for (unsigned i = 0; i < 32; i++) {
-                                if (own == i) target_logit[h] = (float)x[i / 8][i % 8];
+                            for (unsigned u = 0; u < 8; u++) {
+                                float values[8];
+                                to_floats(values, x[h][u]);
+                                for (unsigned k = 0; k < 8; k++) {
+                                    if (at / 8 * 2 + at % 2 == 8 * u + k) target_logit[h] = values[k];
+                                }
                             }
                         }
-                        if (column + TILE_COLUMNS <= product.columns) {
-                            see<softcap, extras>(seen[h], x, 0, 0, rows[h], args);
-                        } else {
-                            see_some<softcap, extras>(seen[h], x, first, product.columns - column, rows[h].origin,
-                                                      args);
+                    }
+                    if (column + TILE_COLUMNS <= product.columns) {
+#pragma unroll
+                        for (unsigned h = 0; h < 2; h++) {
+                            see_largest<softcap, extras>(seen[h], x[h], 0, 0, rows[h], args);
+                        }
+#pragma unroll
+                        for (unsigned h = 0; h < 2; h++) see_sums<softcap, extras>(seen[h], x[h], rows[h], args);
+                    } else {
+#pragma unroll
+                        for (unsigned h = 0; h < 2; h++) {
+                            see_some<softcap, extras>(seen[h], x[h], product.columns - column, rows[h].origin, args);
                         }
                     }
                     fresh = false;
@@ -743,13 +758,13 @@ enum LmHeadWay {
     LM_HEAD_EPILOGUE     // the same, by a product of our own; the first pass has no logits at all
 };
 
-// What versions 5 and 6 may be told to do otherwise, to see what it is worth, and what their choice goes by.
+// What version 6 may be told to do otherwise, to see what it is worth, and what its choice goes by.
 struct LmHeadTuning {
-    bool overlap = true;      // a second stream: dX beside dW, the classifier of a tile beside the products of others
+    bool overlap = true;      // of tiles, the classifier of one beside the products of others, on a second stream
     int way = -1;             // an LmHeadWay; -1: whichever costs less
     int columns = 0;          // of a tile at most; 0: from the L2 or the budget
     double operations = 167;  // floating-point operations of a product in the time that a byte of DRAM takes (H200)
-    double launch = 40e6;     // bytes of DRAM in the time that a product loses at its beginning and end
+    double launch = 20e6;     // bytes of DRAM in the time that a product loses at its beginning and end
     double l2_share = 0.5;    // of the L2, for the tiles that are in use
     size_t most_gemm_bytes = 32 << 20;  // what cuBLASLt may have; no more than an eighth of the budget
 };
@@ -797,7 +812,6 @@ struct Gemm {
     GemmKind kind;
     int rows, columns;  // of the logits that it makes or reads
     bool aligned;       // whether the matrices begin at multiples of 16 bytes
-    size_t workspace;   // bytes at most
     cublasLtMatmulDesc_t desc = nullptr;
     cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
     std::vector<cublasLtMatmulHeuristicResult_t> candidates = {};
@@ -911,11 +925,10 @@ inline int even_pieces(int count, int most, int unit) {
 // Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit. Each adds to all of dW, so they are
 // as large as can be. (To classify a block in parts, beside the products of others, was slower: of C 768, V 50304 in 25%
 // and 10%, two parts took 3% and 9% longer than one, of C 2048, V 128256 in 10%, 5% (H200).)
-inline bool plan_rows(LmHead &plan, size_t memory, bool overlap) {
+inline bool plan_rows(LmHead &plan, size_t memory) {
     const LmHeadProblem &p = plan.problem;
     plan.way = LM_HEAD_ROWS;
     plan.columns = p.V;
-    plan.overlap = overlap && p.dX && p.dW;
     auto fits = [&](int rows) {
         plan.rows = rows;
         return lm_head_layout(plan) && plan.bytes <= memory;
@@ -956,7 +969,7 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap) {
             const int rows = most == p.N ? most : even_pieces(p.N, most / unit * unit, unit);
             const int width = even_pieces(p.V, columns, columns < p.V ? unit_columns : 1), tiles = ceil_div(p.V, width);
             const int more =
-                p.version >= 5 && plan.gradient()
+                p.version == 6 && plan.gradient()
                     ? largest_that_fits(buffers, tiles, [&](int count) { return fits(rows, width, count); })
                     : buffers;
             plan.overlap = overlap && more > 1 && tiles > 1;
@@ -973,7 +986,7 @@ inline int even_runs(int rows, int columns, int multiprocessors) {
     auto tiles = [&](int runs) { return ceil_div(across, runs); };  // of a run
     double least = INFINITY;
     int best = 1;
-    for (int runs = 1; runs <= std::min(across, 64); runs++) {
+    for (int runs = 1; runs <= std::min(across, 2 * multiprocessors); runs++) {
         const double turns = ceil_div((long long)down * runs, (long long)multiprocessors);
         const double cost = turns * tiles(runs) * (1 + runs / 1000.0);  // few, if it is all the same
         if (cost < least) least = cost, best = runs;
@@ -991,13 +1004,13 @@ inline double lm_head_cost(const LmHead &plan);
 
 // Tiles for the product of our own: of the numbers of blocks of rows, the one that costs least, with tiles as wide as
 // the budget allows. Without gradients there is nothing to keep but the statistics.
-inline bool plan_epilogue(LmHead &plan, size_t memory, bool overlap) {
+inline bool plan_epilogue(LmHead &plan, size_t memory) {
     const LmHeadProblem &p = plan.problem;
     if (!has_epilogue(plan)) return false;
     plan.way = LM_HEAD_EPILOGUE;
     plan.runs = even_runs(p.N, p.V, plan.device.multiprocessors);
-    plan.overlap = overlap && p.dX && p.dW;
     plan.buffers = plan.gradient() ? 1 : 0;
+    if (!p.dX && !p.dW) plan.gemm_bytes = 0;  // cuBLASLt has nothing to do
     const int unit = TILE_COLUMNS, most = p.tuning.columns > 0 ? std::min(p.tuning.columns, p.V) : p.V;
     auto fits = [&](int rows, int columns) {
         plan.rows = rows;
@@ -1025,14 +1038,15 @@ inline bool plan_epilogue(LmHead &plan, size_t memory, bool overlap) {
 
 // What a plan costs, as bytes of DRAM that would take as long. A product takes the time of its operations or of its
 // memory traffic, and where the two are about as long, somewhat more than either; adding to sums in float takes 1.7
-// times as long as copying as much. (Fitted to what cuBLASLt's products took on an H200, of 128 to 8192 rows and C from
-// 768 to 4096.) Then there is what a kernel takes to start and to end, and the classifier's own traffic.
+// times as long as copying as much; with one side as short as a tile's it is 12% slower. Then there is what a kernel
+// takes to start and to end, and what the classifier moves. (Fitted to what products and whole plans took on an H200, of
+// 128 to 8192 rows and C from 768 to 4096: most within 10%.)
 inline double lm_head_cost(const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
     const double N = p.N, C = std::max(p.C, 1), V = p.V, size = lm_head_size(p.type), launch = p.tuning.launch;
     const double slower = p.type != CUDA_R_32F ? 1 : p.tf32 ? 2 : 12;  // than products of 16 bits
     auto product = [&](double outputs, double terms, double bytes) {
-        const double operations = 2 * outputs * terms * slower / p.tuning.operations;
+        const double operations = 2 * outputs * terms * slower / p.tuning.operations * (plan.by_tiles() ? 1.12 : 1);
         return pow(pow(operations, 4) + pow(bytes, 4), 0.25) + launch;
     };
     const double rows = plan.rows, columns = plan.columns, blocks = N / rows, tiles = V / columns;
@@ -1042,12 +1056,11 @@ inline double lm_head_cost(const LmHead &plan) {
     const double idle = sqrt(std::max(1.0, plan.device.multiprocessors / (dX_tiles * std::max(1.0, floor(room)))));
     double dX = p.dX ? product(full_rows * C, columns * idle, W + (plan.float_dX() ? 8 * rows * C : 0)) : 0;
     double dW = p.dW ? product(columns * C, std::max(rows, 32.0), 1.7 * 8 * columns * C + size * logits) : 0;
-    if (plan.overlap && !plan.by_tiles()) dX *= 0.95;
     const double passes = plan.gradient() ? 2 : 1;
     const double make = product(full_rows * columns, C, W);
     double look = launch + passes * size * logits;
     if (plan.way == LM_HEAD_EPILOGUE) {
-        const double first = product(ceil(N / 128) * 128 * V, C, V * C * size) + 2 * launch + size / 2 * N * V;
+        const double first = product(ceil(N / 128) * 128 * V, C, V * C * size) + 2 * launch + size * N * V;
         return first + (plan.gradient() ? blocks * tiles * (make + 0.75 * size * logits + dX + dW) : 0);
     }
     double again = 1;
@@ -1062,7 +1075,7 @@ inline double lm_head_cost(const LmHead &plan) {
 // The way, the sizes and the workspace. False if the budget is too small.
 inline bool lm_head_plan(LmHead &plan, size_t memory) {
     const LmHeadProblem p = plan.problem;
-    const bool bounded = p.version >= 3 && p.V > 0, overlap = p.version >= 5 && p.tuning.overlap;
+    const bool bounded = p.version >= 3 && p.V > 0, overlap = p.version == 6 && p.tuning.overlap;
     const bool products = p.V > 0 && p.C > 0;
     auto at_most = [&](double bytes) {
         return products ? (size_t)std::min(bytes, (double)p.tuning.most_gemm_bytes) / 256 * 256 : 0;
@@ -1074,23 +1087,26 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
         plan.columns = p.V;
         return lm_head_layout(plan);
     }
-    const int way = p.version == 3 ? LM_HEAD_ROWS : p.version == 4 ? LM_HEAD_VOCABULARY : p.tuning.way;
     double least = INFINITY;
-    for (double share : {8.0, 32.0}) {  // what cuBLASLt gets of the budget, the blocks don't
-        for (LmHeadWay candidate : {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE}) {
-            if (way >= 0 && way != candidate) continue;
-            LmHead other;
-            other.problem = p;
-            other.device = plan.device;
-            other.gemm_bytes = at_most(memory / share);
-            const bool fits = candidate == LM_HEAD_ROWS ? plan_rows(other, memory, overlap)
-                              : candidate == LM_HEAD_VOCABULARY
-                                  ? plan_vocabulary(other, memory, overlap)
-                                  : p.version >= 6 && plan_epilogue(other, memory, overlap);
-            const double cost = fits ? lm_head_cost(other) : INFINITY;
-            if (cost < least) least = cost, plan = other;
+    auto consider = [&](LmHeadWay way, double share) {  // of the budget, which is cuBLASLt's and not the blocks'
+        LmHead other;
+        other.problem = p;
+        other.device = plan.device;
+        other.gemm_bytes = at_most(memory / share);
+        const bool fits = way == LM_HEAD_ROWS         ? plan_rows(other, memory)
+                          : way == LM_HEAD_VOCABULARY ? plan_vocabulary(other, memory, overlap)
+                                                      : plan_epilogue(other, memory);
+        const double cost = fits ? lm_head_cost(other) : INFINITY;
+        if (cost < least) least = cost, plan = other;
+    };
+    for (double share : {8.0, 32.0}) {
+        for (LmHeadWay way : {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE}) {
+            const LmHeadWay only[] = {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE};
+            const bool any = p.version == 6 && p.tuning.way < 0;
+            if (any || way == (p.version == 6 ? p.tuning.way : only[p.version - 3])) consider(way, share);
         }
     }
+    if (p.version == 5 && least == INFINITY) consider(LM_HEAD_VOCABULARY, 8);  // where there is no such product
     return least < INFINITY;
 }
 
@@ -1201,7 +1217,7 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
                       : cublasLtMatrixLayoutCreate(&gemm.d, result, C, dW ? gemm.columns : gemm.rows, C);
     });
     then([&] { return cublasLtMatmulPreferenceCreate(&preference); });
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)gemm.workspace);
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)plan.gemm_bytes);
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
     const uint32_t given = gemm.aligned ? 16 : lm_head_size(p.type), own = 16;
     const uint32_t of_result = gemm.aligned ? 16 : lm_head_size(result);
@@ -1244,7 +1260,7 @@ inline cudaError_t gemm_run(const LmHead &plan, const Gemm &gemm, void *d, const
     }
     if (status == CUBLAS_STATUS_SUCCESS) {
         status = cublasLtMatmul(plan.handle, gemm.desc, &one, a, gemm.a, b, gemm.b, &beta, d, gemm.d, d, gemm.d,
-                                &gemm.candidates[gemm.chosen].algo, workspace + plan.gemm, gemm.workspace, stream);
+                                &gemm.candidates[gemm.chosen].algo, workspace + plan.gemm, plan.gemm_bytes, stream);
     }
     return from_cublas(status);
 }
@@ -1295,9 +1311,9 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     if (p.N == 0) return cudaSuccess;
     cudaError_t error = lm_head_device(&plan.device);
     if (error != cudaSuccess) return fail(error, "%s", cudaGetErrorString(error));
-    if (p.tuning.way == LM_HEAD_EPILOGUE && (p.version < 6 || !has_epilogue(plan))) {
+    if (p.version == 6 && p.tuning.way == LM_HEAD_EPILOGUE && !has_epilogue(plan)) {
         return fail(cudaErrorNotSupported,
-                    "no such way: it takes version 6, 16-bit types, a positive logit_scale and "
+                    "no such way here: it takes 16-bit types, a positive logit_scale and "
                     "code for sm_90a, on such a device");
     }
     if (!lm_head_plan(plan, p.memory)) {
@@ -1315,16 +1331,14 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     };
     auto add = [&](GemmKind kind, int rows, int columns, bool aligned) {
         if (find_gemm(plan, kind, rows, columns, aligned)) return true;
-        // What runs beside another product has no room of its own: dW has tiles enough not to split its sums.
-        const bool beside = kind == GEMM_DW && plan.overlap && plan.way != LM_HEAD_VOCABULARY;
-        plan.gemms.push_back({kind, rows, columns, aligned, beside ? 0 : plan.gemm_bytes});
+        plan.gemms.push_back({kind, rows, columns, aligned});
         status = gemm_create(plan.gemms.back(), plan);
         if (status == CUBLAS_STATUS_SUCCESS) return true;
         plan.gemms.back().candidates.clear();
         if (!aligned) return true;  // runs that need it will be refused
         const char *const names[] = {"logits", "dX", "dW"};
         fail(from_cublas(status), "cuBLASLt: %s: %d rows, %d columns, C %d, %zu bytes of scratch: %s", names[kind],
-             rows, columns, p.C, plan.gemms.back().workspace, cublasLtGetStatusName(status));
+             rows, columns, p.C, plan.gemm_bytes, cublasLtGetStatusName(status));
         return false;
     };
     const std::vector<int> widths = p.C > 0 && p.V > 0 ? sizes(p.V, plan.columns) : std::vector<int>();
@@ -1657,27 +1671,15 @@ cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t s
     return steps.error;
 }
 
-// dbias, dX and dW of a block or tile of gradients. Overlapping, dX is on the side, and first where both have something
-// to start: what it has few of, tiles, the other has many of, which then fill the multiprocessors that it leaves.
-// then(stream): what follows dX.
-template <typename floatX, typename gradX, typename Then>
+// dbias, dX and dW of a block or tile of gradients. One after the other: beside each other on two streams, they were no
+// faster at any of the shapes above, and up to 4% slower (C 4096, V 128256 in 10%; H200).
+template <typename floatX, typename gradX>
 cudaError_t lm_head_gradients(const LmHeadRun<floatX, gradX> &run, const floatX *dlogits, size_t row, int rows,
-                              int tile, bool first, cudaStream_t stream, Then then) {
-    const LmHead &plan = run.plan;
-    const cudaStream_t side = plan.overlap ? plan.side : stream;
+                              int tile, cudaStream_t stream) {
     Steps steps;
-    if (plan.overlap) {
-        steps.then([&] { return cudaEventRecord(plan.made[0], stream); });
-        steps.then([&] { return cudaStreamWaitEvent(side, plan.made[0], 0); });
-    }
-    steps.then([&] { return run.make_dX(dlogits, row, rows, tile, first, side); });
-    steps.then([&] { return then(side); });
     steps.then([&] { return run.add_dbias(dlogits, row, rows, tile, stream); });
+    steps.then([&] { return run.make_dX(dlogits, row, rows, tile, !run.plan.by_tiles() || tile == 0, stream); });
     steps.then([&] { return run.add_dW(dlogits, row, rows, tile, stream); });
-    if (plan.overlap) {
-        steps.then([&] { return cudaEventRecord(plan.done[0], side); });
-        steps.then([&] { return cudaStreamWaitEvent(stream, plan.done[0], 0); });
-    }
     return steps.error;
 }
 
@@ -1692,10 +1694,8 @@ cudaError_t lm_head_by_rows(const LmHeadRun<floatX, gradX> &run, cudaStream_t st
         const int rows = run.rows_of(block);
         steps.then([&] { return run.make_logits(logits, row, rows, 0, stream); });
         steps.then([&] { return run.classify_fused(logits, row, rows, stream); });
-        steps.then([&] {
-            auto finish = [&](cudaStream_t s) { return run.finish_dX(row, rows, s); };
-            return lm_head_gradients(run, logits, row, rows, 0, true, stream, finish);
-        });
+        steps.then([&] { return lm_head_gradients(run, logits, row, rows, 0, stream); });
+        steps.then([&] { return run.finish_dX(row, rows, stream); });
     }
     return steps.error;
 }
@@ -1712,10 +1712,7 @@ cudaError_t lm_head_by_epilogue(const LmHeadRun<floatX, gradX> &run, cudaStream_
         const int rows = run.rows_of(block);
         for (int tile = 0; tile < plan.tiles(); tile++) {
             steps.then([&] { return run.make_dlogits(dlogits, row, rows, tile, stream); });
-            steps.then([&] {
-                auto nothing = [](cudaStream_t) { return cudaSuccess; };
-                return lm_head_gradients(run, dlogits, row, rows, tile, tile == 0, stream, nothing);
-            });
+            steps.then([&] { return lm_head_gradients(run, dlogits, row, rows, tile, stream); });
         }
         steps.then([&] { return run.finish_dX(row, rows, stream); });
     }
@@ -1849,13 +1846,12 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
     cudaEvent_t start = nullptr, stop = nullptr;
     cudaError_t error = cudaEventCreate(&start);
     if (error == cudaSuccess) error = cudaEventCreate(&stop);
-    if constexpr (sizeof(floatX) == 2) {
-        if (error == cudaSuccess && plan.way == LM_HEAD_EPILOGUE && plan.gradient() && run.possible()) {
-            error = run.make_statistics(stream);
-            if (error == cudaSuccess) error = run.make_dlogits(run.logits(0), 0, run.rows_of(0), 0, stream);
-        }
+    // What the products work on is numbers: logits that a product of the list has made, or these.
+    if (error == cudaSuccess && plan.way == LM_HEAD_EPILOGUE) {
+        const size_t bytes = (size_t)plan.buffers * plan.rows * plan.P * sizeof(floatX);
+        error = cudaMemsetAsync(run.logits(0), 0x3c, bytes, stream);
     }
-    for (Gemm &gemm : plan.gemms) {  // the logits come first: the other products have numbers to work on then
+    for (Gemm &gemm : plan.gemms) {  // the logits come first
         if (gemm.aligned != run.aligned || gemm.candidates.size() < 2) continue;
         const bool logits = gemm.kind == GEMM_LOGITS;
         void *const dX = plan.float_dX() ? run.template part<void>(plan.dX) : args.dX;
@@ -1897,10 +1893,9 @@ constexpr Version<LmHeadLauncher<floatX, gradX>> lm_head_versions[] = {
     {3, "rows", "blocks of rows, so that scratch is bounded", lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
     {4, "vocabulary", "tiles of the vocabulary, whose logits are made twice", lm_head<floatX, gradX>, 512,
      SAME_AT_A_BLOCK_SIZE},
-    {5, "planned", "the way and its sizes from the budget and the L2", lm_head<floatX, gradX>, 512,
+    {5, "epilogue", "the same, statistics and gradients in the accumulators", lm_head<floatX, gradX>, 512,
      SAME_AT_A_BLOCK_SIZE},
-    {6, "epilogue", "statistics and gradients in the accumulators of a product of our own", lm_head<floatX, gradX>, 512,
-     SAME_AT_A_BLOCK_SIZE},
+    {6, "planned", "the way and its sizes from the budget", lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2237,6 +2232,7 @@ void lm_head_race(Harness &h) {
     const double products = 1.0 + problem.dX + problem.dW;
     LmHeadProblem bare = problem;
     bare.version = 2;
+    bare.tuning = {};
     bare.bare = true;
     bare.bias = bare.dbias = false;
     bare.gradient_type = problem.type;
@@ -2324,8 +2320,8 @@ int main(int argc, char **argv) {
                {"--bias", {}, "a bias, and its gradient with dW's"},
                {"--tf32", {}, "fp32 products from inputs that are rounded to TF32"},
                {"--sweep", {"none", "memory"}, "budgets from 100% to 1%"},
-               {"--way", {"auto", "rows", "vocabulary", "epilogue"}, "versions 5 and 6: which way to take"},
-               {"--overlap", {"on", "off"}, "versions 5 and 6: work on two streams"},
+               {"--way", {"auto", "rows", "vocabulary", "epilogue"}, "version 6: which way to take"},
+               {"--overlap", {"on", "off"}, "version 6: the classifier of a tile beside the products of others"},
                {"--graph", {}, "launches are captured once, as a CUDA graph"}},
               numbers, {{"--memory", "25%", "scratch at most, in MiB or as a share of the logits (like 10%)"}});
     h.block_sizes = false;

@@ -220,7 +220,7 @@ class Case:
 
 
 def test_versions_are_known():
-    assert VERSIONS == [1, 2, 3, 4, 5]
+    assert VERSIONS == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_ruler():
@@ -439,7 +439,7 @@ def test_options(dtype, version):
         targets[[1, 9]] = options.get("ignore_index", IGNORE), 3
         case = Case(dtype, FP32, 14, 24, 131, targets=targets, dlosses=True, **options)
         case.check(version)
-        if version == 4:
+        if version in (4, 5):
             case.check(version, case.budgets(version)[1])
 
 
@@ -596,7 +596,7 @@ def test_bad_arguments():
         assert create(flags=flags) == bookends.ERROR_FLAGS
     assert create(dtype=3) == create(dtype=-1, grad=-1) == create(grad=FP16) == create(dtype=FP32, grad=BF16) == \
         bookends.ERROR_DTYPE
-    assert create(version=6) == create(version=-1) == bookends.ERROR_VERSION
+    assert create(version=7) == create(version=-1) == bookends.ERROR_VERSION
     assert create(options=ClassifierOptions(label_smoothing=1.5)) == bookends.ERROR_OPTIONS
     assert bookends.library().bk_lm_head_create(None, 1, 1, 1, 0, None, 0, 0, 0, 0) == bookends.ERROR_NULL
     assert bookends.library().bk_lm_head_workspace_bytes(None) == 0
@@ -706,7 +706,7 @@ def refused(*arguments, words, status=2):
 
 CHECKED = r"check: max error \d+\.\d \(allowed .*\) over \d+ elements( of sampled rows)?, the same bits each time: ok"
 TIMED = r"memory 25% +\| time \d+\.\d{4} ms \| \d+\.\d TFLOP/s \| \d+\.\d{3}x the gemms? \| scratch \d+\.\d% of the " \
-    r"logits \| (textbook|rows|vocabulary): \d+ x \d+, \d+ (buffer|part)s?  <- best"
+    r"logits \| (textbook|rows|vocabulary|epilogue): \d of \d+ x \d+  <- best"
 
 
 def test_report():
@@ -731,7 +731,11 @@ def test_report():
     ["--gradients", "dw", "--z-loss", 0.001, "--bias"], ["--forward", "--lse"], ["--ignore-every", 3, "--graph"],
     ["--logit-scale", -1, "--memory", 0.05], ["--memory", "3%", "--grad-dtype", "same"], ["--tokens", "zipf"],
     ["--way", "rows"], ["--way", "vocabulary", "--columns", 64], ["--overlap", "off"],
-    ["--parts", 2], ["--parts", 3, "--gradients", "dw", "--bias"],
+    ["--way", "epilogue"], ["--way", "epilogue", "--forward", "--lse"], ["--way", "epilogue", "--dtype", "fp16"],
+    ["--way", "epilogue", "--bias", "--label-smoothing", 0.1, "--ignore-every", 3],
+    ["--way", "epilogue", "--softcap", 10, "--label-smoothing", 0.2, "--lse", "--dtype", "fp16", "--bias"],
+    ["--way", "epilogue", "--gradients", "dx", "--z-loss", 0.01, "--logit-scale", 3],
+    ["--way", "epilogue", "--gradients", "dw", "--grad-dtype", "same", "--memory", 1, "--bias"],
     ["--spread", 0], ["--spread", 8], ["--seed", 3],
     ["--logit-scale", 1e5], ["--softcap", 1e-10], ["--softcap", 1e4, "--logit-scale", 1e6],
 ], ids=lambda options: " ".join(map(str, options)))
@@ -806,7 +810,7 @@ def test_sweep_memory():
         assert scratch == sorted(scratch, reverse=True) and scratch[0] > scratch[-1]
         assert sum(record["best"] for record in mine) == 1
     lines = [line for line in result.stderr.splitlines() if line.startswith("memory ")]
-    assert len(lines) == 3 * len(budgets) and [line.split(" |")[0].rstrip() for line in lines[:7]] == budgets
+    assert len(lines) == len(BOUNDED) * len(budgets) and [line.split(" |")[0].rstrip() for line in lines[:7]] == budgets
     for version in (0, 3):  # a record of no budget, or of all
         record = json.loads(head(version, *SMALL, "--sweep", "memory", "--check", "--json", "-").stdout)
         assert (record["at"], record["memory"]) == (None, None)
