@@ -17,8 +17,8 @@ version 4  vocabulary: for the smallest budgets: the first pass over tiles of th
 version 5  epilogue: the same with a product of our own (compute capability 9.0), which has the statistics of the logits
            in its accumulators, and the gradients when it makes them again: the first pass stores nothing, and no
            kernel reads logits
-version 6  planned: the way and its sizes follow from the budget; of version 4's tiles, the classifier of one runs beside
-           the products of another, and those that the first pass leaves behind are not made again
+version 6  planned: the way and its sizes follow from the budget; of version 4's tiles, the classifier of one runs
+           beside the products of another, and those that the first pass leaves behind are not made again
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
           (version 5 as such: -gencode arch=compute_90a,code=sm_90a)
@@ -84,6 +84,66 @@ template <typename floatX>
 __global__ void lm_head_no_channels_kernel(floatX *logits, const floatX *bias, unsigned V, unsigned P) {
     floatX *const row = logits + (long long)blockIdx.x * P;
     for (unsigned j = threadIdx.x; j < V; j += blockDim.x) row[j] = bias ? bias[j] : (floatX)0.0f;
+}
+
+// Where 8 doesn't divide the columns, cuBLASLt takes matrices by single elements, and all three products took 6 times
+// as long (V = 50257, H200). So its products have all columns but the last 1 to 7, and these kernels have those, the
+// tail: that is where logits, dlogits, W and dW begin here.
+constexpr unsigned MOST_TAIL = 7;
+
+// A warp a row.
+template <typename floatX>
+__global__ void lm_head_tail_logits_kernel(floatX *logits, const floatX *X, const floatX *W, const floatX *bias,
+                                           unsigned rows, unsigned C, unsigned P, unsigned tail) {
+    const unsigned row = (blockIdx.x * blockDim.x + threadIdx.x) / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    if (row >= rows) return;
+    float sums[MOST_TAIL] = {};
+#pragma unroll 4
+    for (unsigned c = lane; c < C; c += WARP_SIZE) {
+        const float x = (float)X[(size_t)row * C + c];
+#pragma unroll
+        for (unsigned j = 0; j < MOST_TAIL; j++) {
+            if (j < tail) sums[j] += x * (float)W[(size_t)j * C + c];
+        }
+    }
+#pragma unroll
+    for (unsigned j = 0; j < MOST_TAIL; j++) {
+        const float sum = warp_reduce_sum(sums[j]) + (bias && j < tail ? (float)bias[j] : 0.0f);
+        if (lane == 0 && j < tail) logits[(size_t)row * P + j] = (floatX)sum;
+    }
+}
+
+// dX = sums + the tail's part, which may be where the sums are. A block of threads a row and as many channels.
+template <typename floatX, typename T>
+__global__ void lm_head_tail_dX_kernel(T *dX, const float *sums, const floatX *dlogits, const floatX *W, unsigned C,
+                                       unsigned P, unsigned tail) {
+    const size_t row = blockIdx.x;
+    const unsigned c = blockIdx.y * blockDim.x + threadIdx.x;
+    if (c >= C) return;
+    float sum = sums[row * C + c];
+    for (unsigned j = 0; j < tail; j++) sum += (float)dlogits[row * P + j] * (float)W[(size_t)j * C + c];
+    dX[row * C + c] = (T)sum;
+}
+
+// A row of dW, blockIdx.y, is added to, or written. A warp has 32 channels and every warps-th row of X.
+template <typename floatX, typename T>
+__global__ void __launch_bounds__(1024) lm_head_tail_dW_kernel(T *dW, const floatX *dlogits, const floatX *X,
+                                                               unsigned rows, unsigned C, unsigned P, bool add) {
+    __shared__ float partial[WARP_SIZE][WARP_SIZE];
+    const unsigned lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    const unsigned c = blockIdx.x * WARP_SIZE + lane, j = blockIdx.y;
+    float sum = 0;
+#pragma unroll 8
+    for (unsigned r = warp; r < rows; r += warps) {
+        if (c < C) sum += (float)dlogits[(size_t)r * P + j] * (float)X[(size_t)r * C + c];
+    }
+    partial[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || c >= C) return;
+    T &mine = dW[(size_t)j * C + c];
+    float total = add ? (float)mine : 0.0f;
+    for (unsigned w = 0; w < warps; w++) total += partial[w][lane];
+    mine = (T)total;
 }
 
 // Version 1: the softmax, a block a row: the largest logit and the sum, then the probabilities, in float, so that
@@ -344,9 +404,9 @@ constexpr uint64_t DESCRIBED_STEP =
     32;
 #endif
 
-// sums (64, 256) = X W^T (+ sums), for 64 rows of X, 256 of W and 16 channels, by a group: the thread's are those of rows
-// 16 * warp + lane / 4 + 8h and columns 8j + lane % 4 * 2 + k, as sums[4j + 2h + k]. It goes on while the threads do:
-// until wgmma_wait() they leave the sums alone.
+// sums (64, 256) = X W^T (+ sums), for 64 rows of X, 256 of W and 16 channels, by a group. The thread's are those of
+// rows 16 * warp + lane / 4 + 8h and columns 8j + lane % 4 * 2 + k, as sums[4j + 2h + k]. It goes on while the threads
+// do: until wgmma_wait() they leave the sums alone.
 template <typename floatX>
 __device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -395,9 +455,9 @@ __device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool
 #endif
 }
 
-// What is in front of the first of several, what is behind the last of them, and all but the latest `n` are done. (How
-// they are put together, and the kernel below as a whole: CUTLASS's warp-specialised kernels for Hopper, and "Outperforming
-// cuBLAS on H100", Pranjal Shankhdhar 2024.)
+// What is in front of the first of several; what is behind the last of them; all but the latest `n` such are done.
+// (How they are put together, and the kernel below as a whole: CUTLASS's warp-specialised kernels for Hopper, and
+// "Outperforming cuBLAS on H100", Pranjal Shankhdhar 2024.)
 __device__ inline void wgmma_begin() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -500,8 +560,9 @@ __device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], 
 //   full[i]   the loader announces the bytes and bulk copies bring them, or all threads of its group have stored them.
 //             The other groups wait.
 //   empty[i]  a lane of each of their 8 warps arrives when the products that read the stage are done; the loader waits
-// The loader knows no tiles: it is up to four slices ahead, in the next tile too. And each group goes its own way: while
-// one is busy with its logits, the other one has the tensor cores to itself, as far as the stages reach.
+// The loader knows no tiles: it is up to four slices ahead, in the next tile too. And each group goes its own way:
+// while one is busy with its logits, the other has the tensor cores to itself, as far as the stages reach. (To keep one
+// ahead of the other by two or three slices was no faster.)
 //
 // What it is worth (H200, bf16, N 8192, C 768, V 50304): cuBLASLt takes 0.80 ms for the logits, and storing them is in
 // that. This product takes 0.75 ms without anything behind it.
@@ -818,9 +879,7 @@ struct Gemm {
     size_t chosen = 0;
 };
 
-// Of a tile's columns, those that have products of their own where 8 doesn't divide their number: cuBLASLt takes by
-// single elements what isn't a multiple of 16 bytes, and all three products took 6 times as long (V = 50257, H200). The
-// few that are left have theirs.
+// Of a tile's columns, those that cuBLASLt's products have. The tail has the rest.
 inline int whole_columns(int columns) { return columns >= 128 ? columns / 8 * 8 : columns; }
 
 // A plan: made by lm_head_create(), run as often as one likes, by one thread at a time, and destroyed.
@@ -922,9 +981,9 @@ inline int even_pieces(int count, int most, int unit) {
     return (int)std::min<long long>(count, ceil_div((long long)even, (long long)unit) * unit);
 }
 
-// Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit. Each adds to all of dW, so they are
-// as large as can be. (To classify a block in parts, beside the products of others, was slower: of C 768, V 50304 in 25%
-// and 10%, two parts took 3% and 9% longer than one, of C 2048, V 128256 in 10%, 5% (H200).)
+// Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit. Each adds to all of dW, so they
+// are as large as can be. (To classify a block in parts, beside the products of others, was slower: of C 768, V 50304
+// in 25% and 10%, two parts took 3% and 9% longer than one, of C 2048, V 128256 in 10%, 5% (H200).)
 inline bool plan_rows(LmHead &plan, size_t memory) {
     const LmHeadProblem &p = plan.problem;
     plan.way = LM_HEAD_ROWS;
@@ -1039,8 +1098,8 @@ inline bool plan_epilogue(LmHead &plan, size_t memory) {
 // What a plan costs, as bytes of DRAM that would take as long. A product takes the time of its operations or of its
 // memory traffic, and where the two are about as long, somewhat more than either; adding to sums in float takes 1.7
 // times as long as copying as much; with one side as short as a tile's it is 12% slower. Then there is what a kernel
-// takes to start and to end, and what the classifier moves. (Fitted to what products and whole plans took on an H200, of
-// 128 to 8192 rows and C from 768 to 4096: most within 10%.)
+// takes to start and to end, and what the classifier moves. (Fitted to what products and whole plans took on an H200,
+// of 128 to 8192 rows and C from 768 to 4096: most within 10%.)
 inline double lm_head_cost(const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
     const double N = p.N, C = std::max(p.C, 1), V = p.V, size = lm_head_size(p.type), launch = p.tuning.launch;
@@ -1345,13 +1404,11 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     for (bool aligned : {true, false}) {
         for (int rows : sizes(p.N, plan.rows)) {
             for (int columns : widths) {
-                for (int piece : {whole_columns(columns), columns - whole_columns(columns)}) {
-                    if (piece == 0) continue;
-                    const bool made = plan.way != LM_HEAD_EPILOGUE;
-                    if (made && !add(GEMM_LOGITS, rows, piece, aligned)) return from_cublas(status);
-                    if (p.dX && !add(GEMM_DX, rows, piece, aligned)) return from_cublas(status);
-                    if (p.dW && !add(GEMM_DW, rows, piece, aligned)) return from_cublas(status);
-                }
+                const int whole = whole_columns(columns);
+                const bool made = plan.way != LM_HEAD_EPILOGUE;
+                if (made && !add(GEMM_LOGITS, rows, whole, aligned)) return from_cublas(status);
+                if (p.dX && !add(GEMM_DX, rows, whole, aligned)) return from_cublas(status);
+                if (p.dW && !add(GEMM_DW, rows, whole, aligned)) return from_cublas(status);
             }
         }
     }
@@ -1449,61 +1506,76 @@ struct LmHeadRun {
         return true;
     }
 
-    // product(at, n) for the pieces of a tile, `n` columns from `at` on.
-    template <typename Product>
-    cudaError_t for_pieces(int tile, Product product) const {
-        const int columns = columns_of(tile), whole = whole_columns(columns);
-        cudaError_t error = columns > 0 ? product(0, whole) : cudaSuccess;
-        if (error == cudaSuccess && whole < columns) error = product(whole, columns - whole);
-        return error;
-    }
+    int whole_of(int tile) const { return whole_columns(columns_of(tile)); }
+    unsigned tail_of(int tile) const { return columns_of(tile) - whole_of(tile); }
+    const floatX *W_of(int tile) const { return args.W + (size_t)tile * plan.columns * plan.problem.C; }
+    const floatX *tail_W_of(int tile) const { return W_of(tile) + (size_t)whole_of(tile) * plan.problem.C; }
 
     // Of `count` rows from `row` on, and a tile.
     cudaError_t make_logits(floatX *logits, size_t row, int count, int tile, cudaStream_t stream) const {
-        const size_t C = plan.problem.C, first = (size_t)tile * plan.columns;
-        const floatX *const bias = args.bias ? args.bias + first : nullptr;
-        if (C == 0 && columns_of(tile) > 0) {
+        const size_t C = plan.problem.C;
+        const int whole = whole_of(tile);
+        const floatX *const bias = args.bias ? args.bias + (size_t)tile * plan.columns : nullptr;
+        if (columns_of(tile) == 0) return cudaSuccess;
+        if (C == 0) {
             lm_head_no_channels_kernel<floatX><<<count, 256, 0, stream>>>(logits, bias, columns_of(tile), plan.P);
             return cudaGetLastError();
         }
-        return for_pieces(tile, [&](int at, int n) {
-            return gemm_run(plan, *find_gemm(plan, GEMM_LOGITS, count, n, aligned), logits + at,
-                            args.W + (first + at) * C, args.X + row * C, bias ? bias + at : nullptr, 0, workspace,
-                            stream);
-        });
+        const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_LOGITS, count, whole, aligned), logits,
+                                           W_of(tile), args.X + row * C, bias, 0, workspace, stream);
+        if (error != cudaSuccess || tail_of(tile) == 0) return error;
+        lm_head_tail_logits_kernel<floatX><<<ceil_div(count, 8), 8 * WARP_SIZE, 0, stream>>>(
+            logits + whole, args.X + row * C, tail_W_of(tile), bias ? bias + whole : nullptr, count, C, plan.P,
+            tail_of(tile));
+        return cudaGetLastError();
     }
 
     // first: nothing of these rows' dX is there yet.
     cudaError_t make_dX(const floatX *dlogits, size_t row, int count, int tile, bool first, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
-        if (!args.dX || C == 0) return cudaSuccess;
-        void *const dX = plan.float_dX() ? part<void>(plan.dX) : args.dX + row * C;
-        return for_pieces(tile, [&](int at, int n) {
-            return gemm_run(plan, *find_gemm(plan, GEMM_DX, count, n, aligned), dX,
-                            args.W + ((size_t)tile * plan.columns + at) * C, dlogits + at, nullptr,
-                            first && at == 0 ? 0 : 1, workspace, stream);
-        });
+        if (!args.dX || C == 0 || columns_of(tile) == 0) return cudaSuccess;
+        float *const sums = plan.float_dX() ? part<float>(plan.dX) : (float *)(args.dX + row * C);
+        const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_DX, count, whole_of(tile), aligned), sums,
+                                           W_of(tile), dlogits, nullptr, first ? 0 : 1, workspace, stream);
+        if (error != cudaSuccess || tail_of(tile) == 0) return error;
+        const dim3 grid(count, ceil_div((unsigned)C, 256u));
+        const floatX *const tail = dlogits + whole_of(tile);
+        if (plan.by_tiles()) {
+            lm_head_tail_dX_kernel<floatX, float>
+                <<<grid, 256, 0, stream>>>(sums, sums, tail, tail_W_of(tile), C, plan.P, tail_of(tile));
+        } else {
+            lm_head_tail_dX_kernel<floatX, floatX>
+                <<<grid, 256, 0, stream>>>(args.dX + row * C, sums, tail, tail_W_of(tile), C, plan.P, tail_of(tile));
+        }
+        return cudaGetLastError();
     }
     cudaError_t finish_dX(size_t row, int count, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
-        if (!args.dX || !plan.float_dX()) return cudaSuccess;
+        if (!args.dX || !plan.float_dX() || !plan.by_tiles()) return cudaSuccess;
         return round(args.dX + row * C, part<float>(plan.dX), (long long)count * C, false, stream);
     }
 
     // A dW in float is begun by the first block of rows, and added to dW behind the last.
     cudaError_t add_dW(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
-        const size_t C = plan.problem.C, first = (size_t)tile * plan.columns;
-        if (!args.dW || C == 0) return cudaSuccess;
-        gradX *const tile_dW = args.dW + first * C;
+        const size_t C = plan.problem.C;
+        if (!args.dW || C == 0 || columns_of(tile) == 0) return cudaSuccess;
+        gradX *const tile_dW = args.dW + (size_t)tile * plan.columns * C;
         float *const sums = part<float>(plan.dW);
-        const float beta = plan.problem.bare || (plan.float_dW() && row == 0) ? 0 : 1;
-        const cudaError_t error = for_pieces(tile, [&](int at, int n) {
-            void *const dW = plan.float_dW() ? (void *)(sums + at * C) : tile_dW + at * C;
-            return gemm_run(plan, *find_gemm(plan, GEMM_DW, count, n, aligned), dW, args.X + row * C, dlogits + at,
-                            nullptr, beta, workspace, stream);
-        });
-        const bool complete = row + count == (size_t)plan.problem.N;
-        if (error != cudaSuccess || !plan.float_dW() || !complete) return error;
+        const bool add = !(plan.problem.bare || (plan.float_dW() && row == 0));
+        auto make = [&](auto *dW) {
+            const int whole = whole_of(tile);
+            const floatX *const X = args.X + row * C;
+            const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_DW, count, whole, aligned), dW, X, dlogits,
+                                               nullptr, add ? 1 : 0, workspace, stream);
+            if (error != cudaSuccess || tail_of(tile) == 0) return error;
+            const dim3 grid(ceil_div((unsigned)C, (unsigned)WARP_SIZE), tail_of(tile));
+            lm_head_tail_dW_kernel<floatX, std::remove_pointer_t<decltype(dW)>>
+                <<<grid, 1024, 0, stream>>>(dW + whole * C, dlogits + whole, X, count, C, plan.P, add);
+            return cudaGetLastError();
+        };
+        if (!plan.float_dW()) return make(tile_dW);
+        const cudaError_t error = make(sums);
+        if (error != cudaSuccess || row + count != (size_t)plan.problem.N) return error;
         return round(tile_dW, sums, columns_of(tile) * (long long)C, true, stream);
     }
 
@@ -1846,8 +1918,7 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
     cudaEvent_t start = nullptr, stop = nullptr;
     cudaError_t error = cudaEventCreate(&start);
     if (error == cudaSuccess) error = cudaEventCreate(&stop);
-    // What the products work on is numbers: logits that a product of the list has made, or these.
-    if (error == cudaSuccess && plan.way == LM_HEAD_EPILOGUE) {
+    if (error == cudaSuccess) {  // numbers to work on, until there are logits
         const size_t bytes = (size_t)plan.buffers * plan.rows * plan.P * sizeof(floatX);
         error = cudaMemsetAsync(run.logits(0), 0x3c, bytes, stream);
     }

@@ -749,7 +749,8 @@ def test_checks(options):
 def test_a_share_with_narrow_tiles():
     """The least that makes sense is no more than what the tiles that are asked for can make use of."""
     for columns in (64, 100):
-        result = head(4, "-b", 8, "-t", 32, "-v", 3000, "--check", "--columns", columns, "--memory", "10%", "--json", "-")
+        result = head(4, "-b", 8, "-t", 32, "-c", 64, "-v", 3000, "--check", "--columns", columns, "--memory", "10%",
+                      "--json", "-")
         record = json.loads(result.stdout.splitlines()[-1])
         assert result.returncode == 0 and record["scratch_pct_of_logits"] < 15, record
 
