@@ -58,6 +58,7 @@ TEST_PYTHON := $(shell $(PYTHON) -c 'import numpy, pytest, xdist' 2>/dev/null &&
 # Tests that run side by side: as many as there are cores, but on a GPU they share its memory.
 WORKERS := $(if $(filter cuda,$(DEVICE)),4,auto)
 
+.DEFAULT_GOAL := all
 .PHONY: all run test lib binaries results profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
 .SECONDARY:

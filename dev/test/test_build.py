@@ -94,6 +94,13 @@ def test_what_make_leaves(tree):
 
 
 @needs_build
+def test_make_by_itself_is_make_all(tree):
+    for name in kernel_names():
+        (tree / name).unlink()
+    assert make(tree).returncode == 0 and all((tree / name).exists() for name in kernel_names())
+
+
+@needs_build
 def test_a_second_make_does_nothing(tree):
     before = {path: path.stat().st_mtime_ns for path in (tree / "build").rglob("*") if path.is_file()}
     assert len(before) > 10
