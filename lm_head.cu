@@ -5,26 +5,29 @@ The LM head: hidden states X (N, C) and weights W (V, C) to the loss of each row
   losses, lse, dlogits                   of each row of x, as in classifier_fused.cu, with all its options
   dX = dlogits W        dW += dlogits^T X        dbias_j += sum over r of dlogits_rj
 
-Three matrix products of 2NCV operations each are the floor; cuBLASLt does them. The logits are 0.8 to 4 GB at ordinary
-sizes, and need not exist whole: a budget says how much scratch there may be. That logits are rounded to floatX before
-the softmax, and dlogits before the products, is part of the definition, whatever the version.
+Three matrix products of 2NCV operations each are the floor (versions 4 to 6 may make the logits twice, which is a
+fourth); cuBLASLt does them. The logits are 0.8 to 4 GB at ordinary sizes, and need not exist whole: a budget says how
+much scratch there may be. That logits are rounded to floatX before the softmax, and dlogits before the products, is
+part of the definition, whatever the version.
 
 version 1  textbook: all logits, a kernel for the probabilities, one for the loss, one for the gradient, three products
 version 2  fused: all logits, the fused classifier between the products
 version 3  rows: a block of rows after the other, so that scratch is bounded; dW is added to once a block
-version 4  vocabulary: for the smallest budgets: the first pass over tiles of the vocabulary makes each row's softmax
+version 4  vocabulary: for small budgets: the first pass over tiles of the vocabulary makes each row's softmax
            statistics and keeps nothing; the second makes a tile's logits again and is done with its rows of dW at once
-version 5  epilogue: the same with a product of our own (compute capability 9.0), which has the statistics of the logits
-           in its accumulators, and the gradients when it makes them again: the first pass stores nothing, and no
-           kernel reads logits
+version 5  epilogue: the same by a product of our own, which has the statistics of the logits in its accumulators, and
+           the gradients when it makes them again: the first pass stores nothing, and no kernel reads logits. It takes
+           compute capability 9.0, 16-bit types, C > 0, a positive logit_scale and room for 256 columns; elsewhere it
+           is version 4. (Where 8 doesn't divide C, or X and W are not at multiples of 16 bytes, it loads element by
+           element, which is slow)
 version 6  planned: the way and its sizes follow from the budget; of version 4's tiles, the classifier of one runs
-           beside the products of another, and those that the first pass leaves behind are not made again
+           beside the products of another, and as many as there is room for are kept from the first pass
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
-          (version 5 as such: -gencode arch=compute_90a,code=sm_90a)
+          (for version 5's own product: -gencode arch=compute_90a,code=sm_90a, which -arch=native doesn't come to)
 Run:      ./lm_head                    the fastest version, in a quarter of what the logits take
           ./lm_head all --memory 10%
-          ./lm_head 5 --sweep memory -c 4096 -v 128256
+          ./lm_head --sweep memory -c 4096 -v 128256
           ./lm_head --help
 */
 #include "common.h"
@@ -87,8 +90,8 @@ __global__ void lm_head_no_channels_kernel(floatX *logits, const floatX *bias, u
 }
 
 // Where 8 doesn't divide the columns, cuBLASLt takes matrices by single elements, and all three products took 6 times
-// as long (V = 50257, H200). So its products have all columns but the last 1 to 7, and these kernels have those, the
-// tail: that is where logits, dlogits, W and dW begin here.
+// as long (V = 50257, H200). So of 128 columns or more its products have a multiple of 8, and these kernels the rest,
+// the tail: that is where logits, dlogits, W and dW begin here.
 constexpr unsigned MOST_TAIL = 7;
 
 // A warp a row.
@@ -193,8 +196,8 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-// What has been seen of a row in the tiles so far: an OnlineSoftmax, whose excess counts from `origin`, and the
-// target's logit, if its tile has come by.
+// What has been seen of a row in the tiles, or the run, so far: an OnlineSoftmax, whose excess counts from `origin`,
+// and the target's logit, if its tile has come by.
 struct TiledRow {
     float max, sum, excess, origin, target_logit;
 };
@@ -366,22 +369,25 @@ __global__ void lm_head_round_kernel(T *out, const float *sums, long long vector
 // ---------------------------------------------------------------------------------------------------------------------
 // a product of our own (compute capability 9.0), for the logits that nobody needs in memory
 
-// Whether this code has wgmma, which is in code for sm_90a only.
+// False in device code that isn't sm_90a's, which has no wgmma: the kernel is empty there, and its launch bounds are
+// less than it is launched with, by which lm_head_device() knows it.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool HAS_WGMMA = true;
 #else
 constexpr bool HAS_WGMMA = false;
 #endif
 
-// Tiles of the logits: 128 rows of X by 256 of W. Two groups of 4 warps have 64 of the rows each, as 128 sums a thread;
-// a third one loads. The inputs arrive in slices of 64 channels, which is 128 bytes a row.
-constexpr unsigned TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64, TILE_STAGES = 4, GROUP = 4 * WARP_SIZE;
+// Tiles that the accumulators have room for (a tile of the vocabulary is several): 128 rows of X by 256 of W. Two
+// groups of 4 warps have 64 of the rows each, as 128 sums a thread; a third one loads. The inputs arrive in slices of
+// 64 channels, which is 128 bytes a row.
+constexpr unsigned PRODUCT_ROWS = 128, PRODUCT_COLUMNS = 256, PRODUCT_DEPTH = 64, PRODUCT_STAGES = 4,
+                   GROUP = 4 * WARP_SIZE;
 constexpr unsigned PRODUCT_THREADS = 3 * GROUP;
-constexpr unsigned X_BYTES = TILE_ROWS * TILE_DEPTH * 2, W_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
+constexpr unsigned X_BYTES = PRODUCT_ROWS * PRODUCT_DEPTH * 2, W_BYTES = PRODUCT_COLUMNS * PRODUCT_DEPTH * 2;
 constexpr unsigned BOX_ROWS = 16, BOX_COLUMNS = 64, BOX_BYTES = BOX_ROWS * BOX_COLUMNS * 2;  // leave at a time
 constexpr unsigned WARP_BOXES = 2;                                                           // that a warp has room for
 constexpr unsigned SWIZZLE_BYTES = 1024;  // what the 128-byte swizzle repeats itself after
-constexpr size_t PRODUCT_SHARED = TILE_STAGES * (X_BYTES + W_BYTES) + 2 * GROUP / WARP_SIZE * WARP_BOXES * BOX_BYTES;
+constexpr size_t PRODUCT_SHARED = PRODUCT_STAGES * (X_BYTES + W_BYTES) + 2 * GROUP / WARP_SIZE * WARP_BOXES * BOX_BYTES;
 
 // In shared memory, rows of 128 bytes have their 16-byte chunks in an order that changes from row to row, so that
 // neither the tensor cores nor the threads that write meet bank conflicts: chunk i of row r is where i ^ (r % 8) is.
@@ -392,6 +398,7 @@ __device__ inline unsigned swizzled(unsigned row, unsigned chunk) { return row *
 __device__ inline uint64_t describe_rows(const void *begin) {
 #ifdef __CUDA_ARCH__
     const uint64_t address = (__cvta_generic_to_shared(begin) & 0x3ffff) >> 4;
+    // From bit 16 on: unused with this swizzle; from bit 32: to the next 8 rows; from bit 62: which swizzle.
     return address | 1ull << 16 | (uint64_t)(SWIZZLE_BYTES >> 4) << 32 | 1ull << 62;
 #else
     return (uint64_t)begin;
@@ -455,7 +462,8 @@ __device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool
 #endif
 }
 
-// What is in front of the first of several; what is behind the last of them; all but the latest `n` such are done.
+// wgmma_begin() precedes several wgmmas, wgmma_end() closes them, and wgmma_wait<n>() returns when all but the latest n
+// such batches are done.
 // (How they are put together, and the kernel below as a whole: CUTLASS's warp-specialised kernels for Hopper, and
 // "Outperforming cuBLAS on H100", Pranjal Shankhdhar 2024.)
 __device__ inline void wgmma_begin() {
@@ -523,7 +531,7 @@ struct ProductArguments {
     TiledRow *seen;                       // (runs, rows)
     const ClassifierGradient *gradients;  // (rows)
 
-    __host__ __device__ unsigned tiles_of_run() const { return ceil_div(ceil_div(columns, TILE_COLUMNS), runs); }
+    __host__ __device__ unsigned tiles_of_run() const { return ceil_div(ceil_div(columns, PRODUCT_COLUMNS), runs); }
 };
 
 // A thread's 8 vectors of 8 logits of a row: the column, in the tile, of the pair of elements k, k+1 of vector u.
@@ -560,9 +568,9 @@ __device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], 
 //   full[i]   the loader announces the bytes and bulk copies bring them, or all threads of its group have stored them.
 //             The other groups wait.
 //   empty[i]  a lane of each of their 8 warps arrives when the products that read the stage are done; the loader waits
-// The loader knows no tiles: it is up to four slices ahead, in the next tile too. And each group goes its own way:
-// while one is busy with its logits, the other has the tensor cores to itself, as far as the stages reach. (To keep one
-// ahead of the other by two or three slices was no faster.)
+// The loader does not stop between tiles: it is up to four slices ahead, in the next tile too. And each group goes its
+// own way: while one is busy with its logits, the other has the tensor cores to itself, as far as the stages reach. (To
+// keep one ahead of the other by two or three slices was no faster.)
 //
 // What it is worth (H200, bf16, N 8192, C 768, V 50304): cuBLASLt takes 0.80 ms for the logits, and storing them is in
 // that. This product takes 0.75 ms without anything behind it.
@@ -573,13 +581,13 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
         namespace ptx = cuda::ptx;
         typedef Packed<floatX, 8> x8;
         extern __shared__ __align__(SWIZZLE_BYTES) char inputs[];
-        __shared__ uint64_t full[TILE_STAGES], empty[TILE_STAGES];
-        char *const outputs = inputs + TILE_STAGES * (X_BYTES + W_BYTES);
+        __shared__ uint64_t full[PRODUCT_STAGES], empty[PRODUCT_STAGES];
+        char *const outputs = inputs + PRODUCT_STAGES * (X_BYTES + W_BYTES);
         const unsigned group = threadIdx.x / GROUP, warp = threadIdx.x / WARP_SIZE % 4, lane = threadIdx.x % WARP_SIZE;
-        const unsigned across = ceil_div(product.columns, TILE_COLUMNS), down = ceil_div(product.rows, TILE_ROWS);
-        const unsigned slices = ceil_div(product.C, TILE_DEPTH), run_tiles = product.tiles_of_run();
+        const unsigned across = ceil_div(product.columns, PRODUCT_COLUMNS), down = ceil_div(product.rows, PRODUCT_ROWS);
+        const unsigned slices = ceil_div(product.C, PRODUCT_DEPTH), run_tiles = product.tiles_of_run();
         if (threadIdx.x == 0) {
-            for (unsigned i = 0; i < TILE_STAGES; i++) {
+            for (unsigned i = 0; i < PRODUCT_STAGES; i++) {
                 ptx::mbarrier_init(&full[i], product.mapped ? 1 : GROUP);
                 ptx::mbarrier_init(&empty[i], 2 * GROUP / WARP_SIZE);
             }
@@ -587,12 +595,13 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
         }
         __syncthreads();
         Ring ring;
-        // For each tile of this block's: what(its first row, its first column, whether it is its run's last).
+        // For each of this block's pieces of work, a run of 128 rows: begin(first row), tile(first row, first column)
+        // for each of its tiles, end(first row, run).
         auto for_each_tile = [&](auto begin, auto tile, auto end) {
             for (unsigned unit = blockIdx.x; unit < down * product.runs; unit += gridDim.x) {
-                const unsigned row = unit % down * TILE_ROWS, run = unit / down, first = run * run_tiles;
+                const unsigned row = unit % down * PRODUCT_ROWS, run = unit / down, first = run * run_tiles;
                 begin(row);
-                for (unsigned t = first; t < min(first + run_tiles, across); t++) tile(row, t * TILE_COLUMNS);
+                for (unsigned t = first; t < min(first + run_tiles, across); t++) tile(row, t * PRODUCT_COLUMNS);
                 end(row, run);
             }
         };
@@ -602,7 +611,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
             auto load = [&](unsigned row, unsigned column) {
                 for (unsigned slice = 0; slice < slices; slice++) {
                     char *const X = inputs + ring.slot * (X_BYTES + W_BYTES), *const W = X + X_BYTES;
-                    const int channel = slice * TILE_DEPTH;
+                    const int channel = slice * PRODUCT_DEPTH;
                     uint64_t *const here = &full[ring.slot];
                     wait_for_phase(&empty[ring.slot], ring.phase ^ 1);
                     if (product.mapped) {
@@ -612,9 +621,10 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                         ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, X, &product.X, X_at, here);
                         ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, W, &product.W, W_at, here);
                     } else {
-                        for (unsigned i = threadIdx.x; i < (TILE_ROWS + TILE_COLUMNS) * TILE_DEPTH; i += GROUP) {
-                            const bool of_X = i < TILE_ROWS * TILE_DEPTH;
-                            const unsigned r = i / TILE_DEPTH - (of_X ? 0 : TILE_ROWS), c = i % TILE_DEPTH;
+                        for (unsigned i = threadIdx.x; i < (PRODUCT_ROWS + PRODUCT_COLUMNS) * PRODUCT_DEPTH;
+                             i += GROUP) {
+                            const bool of_X = i < PRODUCT_ROWS * PRODUCT_DEPTH;
+                            const unsigned r = i / PRODUCT_DEPTH - (of_X ? 0 : PRODUCT_ROWS), c = i % PRODUCT_DEPTH;
                             const unsigned from = r + (of_X ? row : column),
                                            rows = of_X ? product.rows : product.columns;
                             const floatX *const matrix = of_X ? product.X_rows : product.W_rows;
@@ -625,7 +635,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                         ptx::fence_proxy_async(ptx::space_shared);
                         ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, here);
                     }
-                    ring.next(TILE_STAGES);
+                    ring.next(PRODUCT_STAGES);
                 }
             };
             if (threadIdx.x == 0 || !product.mapped) for_each_tile(nothing, load, nothing);
@@ -655,7 +665,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                                W = describe_rows(stage + X_BYTES);
                 wgmma_begin();
 #pragma unroll
-                for (unsigned k = 0; k < TILE_DEPTH / 16; k++) {
+                for (unsigned k = 0; k < PRODUCT_DEPTH / 16; k++) {
                     wgmma_64x256x16<floatX>(sums, X + k * DESCRIBED_STEP, W + k * DESCRIBED_STEP, slice + k > 0);
                 }
                 wgmma_end();
@@ -664,7 +674,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                     release(before);
                 }
                 before = ring.slot;
-                ring.next(TILE_STAGES);
+                ring.next(PRODUCT_STAGES);
             }
             wgmma_wait<0>();
             release(before);
@@ -688,8 +698,8 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
             }
         };
         if constexpr (writes) {
-            char *const boxes = outputs + (threadIdx.x / WARP_SIZE - 4) * 2 * BOX_BYTES;  // the warp's two
-            ClassifierGradient g[2] = {product.gradients[0], product.gradients[0]};       // there is no empty one
+            char *const boxes = outputs + (threadIdx.x / WARP_SIZE - 4) * WARP_BOXES * BOX_BYTES;  // the warp's
+            ClassifierGradient g[2] = {product.gradients[0], product.gradients[0]};  // there is no empty one
             for_each_tile(
                 [&](unsigned row) {
                     read_targets(row);
@@ -700,7 +710,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                 [&](unsigned row, unsigned column) {
                     multiply(column);
 #pragma unroll
-                    for (unsigned b = 0; b < TILE_COLUMNS / BOX_COLUMNS; b++) {
+                    for (unsigned b = 0; b < PRODUCT_COLUMNS / BOX_COLUMNS; b++) {
                         char *const box = boxes + b % 2 * BOX_BYTES;
                         if (lane == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>());
                         __syncwarp();
@@ -763,7 +773,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                             rows[h].origin = isfinite(value) ? value : 0.0f;
                         }
                         const unsigned at = targets[h] - column;
-                        if (at < TILE_COLUMNS && at % 8 / 2 == lane % 4) {  // here, and mine
+                        if (at < PRODUCT_COLUMNS && at % 8 / 2 == lane % 4) {  // here, and mine
 #pragma unroll
                             for (unsigned u = 0; u < 8; u++) {
                                 float values[8];
@@ -774,7 +784,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                             }
                         }
                     }
-                    if (column + TILE_COLUMNS <= product.columns) {
+                    if (column + PRODUCT_COLUMNS <= product.columns) {
 #pragma unroll
                         for (unsigned h = 0; h < 2; h++) {
                             see_largest<softcap, extras>(seen[h], x[h], 0, 0, rows[h], args);
@@ -819,7 +829,7 @@ enum LmHeadWay {
     LM_HEAD_EPILOGUE     // the same, by a product of our own; the first pass has no logits at all
 };
 
-// What version 6 may be told to do otherwise, to see what it is worth, and what its choice goes by.
+// What plans go by; way and overlap are for version 6 to do otherwise, to see what it is worth.
 struct LmHeadTuning {
     bool overlap = true;      // of tiles, the classifier of one beside the products of others, on a second stream
     int way = -1;             // an LmHeadWay; -1: whichever costs less
@@ -879,7 +889,7 @@ struct Gemm {
     size_t chosen = 0;
 };
 
-// Of a tile's columns, those that cuBLASLt's products have. The tail has the rest.
+// Of a tile's columns, those that cuBLASLt's products have: a multiple of 8, and the tail has the rest; or all, if few.
 inline int whole_columns(int columns) { return columns >= 128 ? columns / 8 * 8 : columns; }
 
 // A plan: made by lm_head_create(), run as often as one likes, by one thread at a time, and destroyed.
@@ -907,10 +917,10 @@ struct LmHead {
     int tiles() const { return columns > 0 ? ceil_div(problem.V, columns) : 0; }
     bool by_tiles() const { return way == LM_HEAD_VOCABULARY || way == LM_HEAD_EPILOGUE; }
     bool gradient() const { return problem.dX || problem.dW || problem.dbias; }
-    // Sums over several blocks of rows, tiles or pieces of them are kept in float until they are complete.
+    // Where a dX is the sum of several tiles' parts, or of a tail's too, it is in float until it is complete.
     bool float_dX() const {
-        const bool pieces = by_tiles() || whole_columns(columns) < columns;
-        return problem.dX && problem.type != CUDA_R_32F && pieces;
+        const bool parts = by_tiles() || whole_columns(columns) < columns;
+        return problem.dX && problem.type != CUDA_R_32F && parts;
     }
     // A dW of 16 bits too, since cuBLASLt's own addition to it may round twice: first the product, then the sum with
     // what was there (CUDA 13.0, H200). There is room for all of it, or for a tile's.
@@ -1041,7 +1051,7 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap) {
 
 // So many runs of the columns' tiles that the blocks of the product have about the same to do, and no run has none.
 inline int even_runs(int rows, int columns, int multiprocessors) {
-    const int down = ceil_div(rows, (int)TILE_ROWS), across = ceil_div(columns, (int)TILE_COLUMNS);
+    const int down = ceil_div(rows, (int)PRODUCT_ROWS), across = ceil_div(columns, (int)PRODUCT_COLUMNS);
     auto tiles = [&](int runs) { return ceil_div(across, runs); };  // of a run
     double least = INFINITY;
     int best = 1;
@@ -1070,7 +1080,7 @@ inline bool plan_epilogue(LmHead &plan, size_t memory) {
     plan.runs = even_runs(p.N, p.V, plan.device.multiprocessors);
     plan.buffers = plan.gradient() ? 1 : 0;
     if (!p.dX && !p.dW) plan.gemm_bytes = 0;  // cuBLASLt has nothing to do
-    const int unit = TILE_COLUMNS, most = p.tuning.columns > 0 ? std::min(p.tuning.columns, p.V) : p.V;
+    const int unit = PRODUCT_COLUMNS, most = p.tuning.columns > 0 ? std::min(p.tuning.columns, p.V) : p.V;
     auto fits = [&](int rows, int columns) {
         plan.rows = rows;
         plan.columns = columns;
@@ -1161,15 +1171,17 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
     for (double share : {8.0, 32.0}) {
         for (LmHeadWay way : {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE}) {
             const LmHeadWay only[] = {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE};
-            const bool any = p.version == 6 && p.tuning.way < 0;
+            const bool slow = way == LM_HEAD_EPILOGUE && p.C % 8 != 0;  // it loads element by element
+            const bool any = p.version == 6 && p.tuning.way < 0 && !slow;
             if (any || way == (p.version == 6 ? p.tuning.way : only[p.version - 3])) consider(way, share);
         }
     }
-    if (p.version == 5 && least == INFINITY) consider(LM_HEAD_VOCABULARY, 8);  // where there is no such product
+    if (p.version == 5 && least == INFINITY) consider(LM_HEAD_VOCABULARY, 8);  // no such product, or no room for it
     return least < INFINITY;
 }
 
-// The least that the version can do with; comfortable: with blocks of 128 rows, or tiles of 128 columns.
+// The least that the version can do with; comfortable: with blocks of 128 rows, or tiles of 128 columns,
+// and with version 5's own product if there is one.
 inline size_t lm_head_least_bytes(const LmHeadProblem &problem, const LmHeadDevice &device, bool comfortable = false) {
     const int most = problem.tuning.columns > 0 ? std::min(problem.tuning.columns, 128) : 128;
     const int unit = most >= 128 ? 128 : most >= 8 ? 8 : 1, columns = most / unit * unit;
@@ -1179,7 +1191,8 @@ inline size_t lm_head_least_bytes(const LmHeadProblem &problem, const LmHeadDevi
         plan.problem = problem;
         plan.device = device;
         if (!lm_head_plan(plan, memory)) return false;
-        return !comfortable || (plan.rows >= std::min(problem.N, 128) && plan.columns >= wanted_columns);
+        const bool as_such = problem.version != 5 || plan.way == LM_HEAD_EPILOGUE || !has_epilogue(plan);
+        return !comfortable || (as_such && plan.rows >= std::min(problem.N, 128) && plan.columns >= wanted_columns);
     };
     size_t bad = 0, good = 4096;
     for (; good < SIZE_MAX / 4 && !possible(good); good *= 2) bad = good;
@@ -1372,8 +1385,8 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     if (error != cudaSuccess) return fail(error, "%s", cudaGetErrorString(error));
     if (p.version == 6 && p.tuning.way == LM_HEAD_EPILOGUE && !has_epilogue(plan)) {
         return fail(cudaErrorNotSupported,
-                    "no such way here: it takes 16-bit types, a positive logit_scale and "
-                    "code for sm_90a, on such a device");
+                    "no way 'epilogue' here: it takes fp16 or bf16, C > 0, a positive logit_scale, and code for "
+                    "sm_90a on such a device");
     }
     if (!lm_head_plan(plan, p.memory)) {
         return fail(cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: version %d needs %zu here", p.memory,
@@ -1418,7 +1431,7 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     if (error == cudaSuccess) {
         error = cudaStreamCreateWithPriority(&plan.side, cudaStreamNonBlocking, greatest);
     }
-    const size_t count = 2;
+    const size_t count = 2;  // steps that are under way, however many buffers there are
     for (std::vector<cudaEvent_t> *events : {&plan.made, &plan.done}) {
         while (error == cudaSuccess && events->size() < count) {
             cudaEvent_t event = nullptr;
@@ -1659,12 +1672,12 @@ struct LmHeadRun {
             if (error == cudaSuccess) error = map_rows(map, begin, columns, rows, stride, box);
         };
         if (product.mapped) {
-            map(&product.X, product.X_rows, p.C, count, C, TILE_ROWS);
-            map(&product.W, product.W_rows, p.C, columns, C, TILE_COLUMNS);
+            map(&product.X, product.X_rows, p.C, count, C, PRODUCT_ROWS);
+            map(&product.W, product.W_rows, p.C, columns, C, PRODUCT_COLUMNS);
         }
         if (writes) map(&product.out, logits, columns, count, plan.P, BOX_ROWS);
         if (error != cudaSuccess) return error;
-        const unsigned units = ceil_div((unsigned)count, TILE_ROWS) * product.runs;
+        const unsigned units = ceil_div((unsigned)count, PRODUCT_ROWS) * product.runs;
         const unsigned grid_size = std::min(units, (unsigned)plan.device.multiprocessors);
         return classify(logits, row, count, [&](const auto &args, auto softcap, auto extras) {
             // What is left of the extras here is the sum of a row's logits, for its statistics.
@@ -1685,7 +1698,7 @@ struct LmHeadRun {
         product.seen = part<TiledRow>(plan.seen);
         const cudaError_t error = multiply<false>(product, nullptr, 0, p.N, 0, p.V, stream);
         const unsigned run_columns =
-            ceil_div(ceil_div((unsigned)p.V, TILE_COLUMNS), (unsigned)plan.runs) * TILE_COLUMNS;
+            ceil_div(ceil_div((unsigned)p.V, PRODUCT_COLUMNS), (unsigned)plan.runs) * PRODUCT_COLUMNS;
         return error == cudaSuccess ? finish_rows(0, p.N, plan.runs, run_columns, stream) : error;
     }
 
@@ -1744,7 +1757,7 @@ cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t s
 }
 
 // dbias, dX and dW of a block or tile of gradients. One after the other: beside each other on two streams, they were no
-// faster at any of the shapes above, and up to 4% slower (C 4096, V 128256 in 10%; H200).
+// faster at any shape that was tried, and up to 4% slower (C 4096, V 128256 in 10%; H200).
 template <typename floatX, typename gradX>
 cudaError_t lm_head_gradients(const LmHeadRun<floatX, gradX> &run, const floatX *dlogits, size_t row, int rows,
                               int tile, cudaStream_t stream) {
@@ -1964,8 +1977,8 @@ constexpr Version<LmHeadLauncher<floatX, gradX>> lm_head_versions[] = {
     {3, "rows", "blocks of rows, so that scratch is bounded", lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
     {4, "vocabulary", "tiles of the vocabulary, whose logits are made twice", lm_head<floatX, gradX>, 512,
      SAME_AT_A_BLOCK_SIZE},
-    {5, "epilogue", "the same, statistics and gradients in the accumulators", lm_head<floatX, gradX>, 512,
-     SAME_AT_A_BLOCK_SIZE},
+    {5, "epilogue", "tiles, statistics and gradients in the accumulators of a product of our own",
+     lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
     {6, "planned", "the way and its sizes from the budget", lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
 };
 
@@ -2167,6 +2180,13 @@ void lm_head_race(Harness &h) {
                          : way == "vocabulary" ? LM_HEAD_VOCABULARY
                                                : LM_HEAD_EPILOGUE;
     problem.tuning.columns = (int)h.number("--columns");
+    if (h.version > 0 && h.version < 6 && (way != "auto" || !problem.tuning.overlap)) {
+        h.refuse(EXIT_BAD_INPUT, "%s: version %d has only one; it goes with version 6",
+                 way != "auto" ? "--way" : "--overlap", h.version);
+    }
+    if (h.version > 0 && h.version < 4 && problem.tuning.columns > 0) {
+        h.refuse(EXIT_BAD_INPUT, "--columns: version %d has no tiles; it goes with versions 4 to 6", h.version);
+    }
 
     // The points: budgets. A share that is too small means the least that makes sense.
     const double logits_bytes = (double)N * V * sizeof(floatX);
@@ -2298,8 +2318,8 @@ void lm_head_race(Harness &h) {
         args.lse = h.output<float>("lse", N, 1, 0, [=](Expected &e, long long r) { expect_row(e, r, true); });
     char *const workspace = (char *)h.workspace(most_bytes);
 
-    // The bare products, with results of the inputs' type (a dX of pieces is a float) that are not added to anything;
-    // the logits, whatever they are, stand in for their gradient.
+    // The bare products, with results of the inputs' type (but a dX of several parts is a float) that are not added to
+    // anything; the logits, whatever they are, stand in for their gradient.
     const double products = 1.0 + problem.dX + problem.dW;
     LmHeadProblem bare = problem;
     bare.version = 2;

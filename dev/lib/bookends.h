@@ -163,7 +163,8 @@ enum {
  *               all logits; a dW of 16 bits needs more than one of 32: sums in float, all of them where rows are cut
  *               into blocks or not at all, of a tile where the vocabulary is cut
  *   grad_dtype  of dW and dbias: dtype, or BK_FP32
- *   version     0 is the last, the best known; 1.. are those that `lm_head --list` shows
+ *   version     0 is the last, the best known; 1.. are those that `lm_head --list` shows. Where version 5's own product
+ *               can't be had (see lm_head.cu), it does as version 4
  *
  * Errors: BK_ERROR_SHAPE, BK_ERROR_DTYPE, BK_ERROR_FLAGS, BK_ERROR_OPTIONS, BK_ERROR_VERSION, BK_ERROR_MEMORY, or
  * BK_ERROR_CUDA and more if the device or cuBLASLt refuses. */

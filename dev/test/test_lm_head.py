@@ -826,6 +826,10 @@ def test_bad_options():
     refused("-p", 304, words=["'-p'"])
     refused("--gradients", "dy", words=["--gradients", "'dy'", "both, dx, dw"])
     refused("--sweep", "time", words=["--sweep", "'time'", "none, memory"])
+    refused("5", "--way", "rows", words=["--way", "version 5", "version 6"])
+    refused("4", "--overlap", "off", words=["--overlap", "version 4", "version 6"])
+    refused("3", "--columns", 64, words=["--columns", "version 3", "versions 4 to 6"])
+    refused("--way", "epilogue", "--dtype", "fp32", words=["'epilogue'", "fp16 or bf16", "sm_90a"])
     refused("--softcap", "1e-36", "--logit-scale", "1e6", words=["--softcap", "--logit-scale"])
     refused("-b", 2**31 - 1, "-t", 2, words=["B*T", "-b, -t"])
 
