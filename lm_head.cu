@@ -98,7 +98,8 @@ constexpr unsigned MOST_TAIL = 7;
 template <typename floatX>
 __global__ void lm_head_tail_logits_kernel(floatX *logits, const floatX *X, const floatX *W, const floatX *bias,
                                            unsigned rows, unsigned C, unsigned P, unsigned tail) {
-    const unsigned row = (blockIdx.x * blockDim.x + threadIdx.x) / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const unsigned row = blockIdx.x * (blockDim.x / WARP_SIZE) + threadIdx.x / WARP_SIZE,
+                   lane = threadIdx.x % WARP_SIZE;
     if (row >= rows) return;
     float sums[MOST_TAIL] = {};
 #pragma unroll 4
@@ -116,16 +117,16 @@ __global__ void lm_head_tail_logits_kernel(floatX *logits, const floatX *X, cons
     }
 }
 
-// dX = sums + the tail's part, which may be where the sums are. A block of threads a row and as many channels.
+// dX = sums + the tail's part, which may be where the sums are. Blocks of threads a row, and a thread a channel.
 template <typename floatX, typename T>
 __global__ void lm_head_tail_dX_kernel(T *dX, const float *sums, const floatX *dlogits, const floatX *W, unsigned C,
                                        unsigned P, unsigned tail) {
     const size_t row = blockIdx.x;
-    const unsigned c = blockIdx.y * blockDim.x + threadIdx.x;
-    if (c >= C) return;
-    float sum = sums[row * C + c];
-    for (unsigned j = 0; j < tail; j++) sum += (float)dlogits[row * P + j] * (float)W[(size_t)j * C + c];
-    dX[row * C + c] = (T)sum;
+    for (unsigned c = blockIdx.y * blockDim.x + threadIdx.x; c < C; c += gridDim.y * blockDim.x) {
+        float sum = sums[row * C + c];
+        for (unsigned j = 0; j < tail; j++) sum += (float)dlogits[row * P + j] * (float)W[(size_t)j * C + c];
+        dX[row * C + c] = (T)sum;
+    }
 }
 
 // A row of dW, blockIdx.y, is added to, or written. A warp has 32 channels and every warps-th row of X.
@@ -1049,18 +1050,20 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap) {
     }
 }
 
-// So many runs of the columns' tiles that the blocks of the product have about the same to do, and no run has none.
+// About so many runs of tiles, none of them without any.
+inline int full_runs(int tiles, int runs) { return ceil_div(tiles, ceil_div(tiles, runs)); }
+
+// So many runs of the columns' tiles that the blocks of the product have about the same to do.
 inline int even_runs(int rows, int columns, int multiprocessors) {
     const int down = ceil_div(rows, (int)PRODUCT_ROWS), across = ceil_div(columns, (int)PRODUCT_COLUMNS);
-    auto tiles = [&](int runs) { return ceil_div(across, runs); };  // of a run
     double least = INFINITY;
     int best = 1;
     for (int runs = 1; runs <= std::min(across, 2 * multiprocessors); runs++) {
         const double turns = ceil_div((long long)down * runs, (long long)multiprocessors);
-        const double cost = turns * tiles(runs) * (1 + runs / 1000.0);  // few, if it is all the same
+        const double cost = turns * ceil_div(across, runs) * (1 + runs / 1000.0);  // few, if it is all the same
         if (cost < least) least = cost, best = runs;
     }
-    return ceil_div(across, tiles(best));
+    return full_runs(across, best);
 }
 
 // Whether the product of our own will do: its kernels are for 16 bits, and know no signs.
@@ -1077,32 +1080,40 @@ inline bool plan_epilogue(LmHead &plan, size_t memory) {
     const LmHeadProblem &p = plan.problem;
     if (!has_epilogue(plan)) return false;
     plan.way = LM_HEAD_EPILOGUE;
-    plan.runs = even_runs(p.N, p.V, plan.device.multiprocessors);
     plan.buffers = plan.gradient() ? 1 : 0;
     if (!p.dX && !p.dW) plan.gemm_bytes = 0;  // cuBLASLt has nothing to do
-    const int unit = PRODUCT_COLUMNS, most = p.tuning.columns > 0 ? std::min(p.tuning.columns, p.V) : p.V;
+    const int unit = PRODUCT_COLUMNS, last = ceil_div(p.N, 128);
+    int most = p.tuning.columns > 0 ? std::min(p.tuning.columns, p.V) : p.V;
+    if (most < p.V && most > unit) most = most / unit * unit;
+    const bool one_block = (p.dW || p.dbias) && p.gradient_type != CUDA_R_32F;
     auto fits = [&](int rows, int columns) {
         plan.rows = rows;
         plan.columns = columns;
         return lm_head_layout(plan) && plan.bytes <= memory;
     };
-    if (!plan.gradient()) return fits(p.N, p.V);
-    const bool one_block = (p.dW || p.dbias) && p.gradient_type != CUDA_R_32F;
-    double least = INFINITY;
-    int rows = 0, columns = 0;
-    for (int blocks = 1; blocks <= (one_block ? 1 : ceil_div(p.N, 128)); blocks += ceil_div(blocks, 8)) {
-        const int height = even_pieces(p.N, ceil_div(p.N, blocks), std::min(p.N, 128));
-        const int units = largest_that_fits(1, ceil_div(most, unit), [&](int n) {
-            return fits(height, (int)std::min<long long>((long long)n * unit, most));
-        });
-        if (units < 1) continue;
-        const int width =
-            even_pieces(p.V, (int)std::min<long long>((long long)units * unit, most), std::min(unit, most));
-        if (!fits(height, width)) continue;
-        const double cost = lm_head_cost(plan);
-        if (cost < least) least = cost, rows = height, columns = width;
+    auto cut = [&] {
+        if (!plan.gradient()) return fits(p.N, p.V);
+        double least = INFINITY;
+        int rows = 0, columns = 0;
+        for (int blocks = 1;; blocks = std::min(last, blocks + ceil_div(blocks, 8))) {
+            const int height = even_pieces(p.N, ceil_div(p.N, blocks), std::min(p.N, 128));
+            auto width_of = [&](int units) { return (int)std::min<long long>((long long)units * unit, most); };
+            const int units =
+                largest_that_fits(1, ceil_div(most, unit), [&](int n) { return fits(height, width_of(n)); });
+            if (units >= 1 && fits(height, even_pieces(p.V, width_of(units), std::min(unit, most)))) {
+                const double cost = lm_head_cost(plan);
+                if (cost < least) least = cost, rows = plan.rows, columns = plan.columns;
+            }
+            if (blocks >= last || one_block) break;
+        }
+        return rows > 0 && fits(rows, columns);
+    };
+    const int tiles = ceil_div(p.V, unit);
+    for (plan.runs = even_runs(p.N, p.V, plan.device.multiprocessors); !cut();
+         plan.runs = full_runs(tiles, plan.runs / 2)) {
+        if (plan.runs == 1) return false;  // their statistics take room too
     }
-    return rows > 0 && fits(rows, columns);
+    return true;
 }
 
 // What a plan costs, as bytes of DRAM that would take as long. A product takes the time of its operations or of its
@@ -1176,7 +1187,9 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
             if (any || way == (p.version == 6 ? p.tuning.way : only[p.version - 3])) consider(way, share);
         }
     }
-    if (p.version == 5 && least == INFINITY) consider(LM_HEAD_VOCABULARY, 8);  // no such product, or no room for it
+    for (double share : {8.0, 32.0}) {  // no such product, or no room for it
+        if (p.version == 5 && plan.way != LM_HEAD_EPILOGUE) consider(LM_HEAD_VOCABULARY, share);
+    }
     return least < INFINITY;
 }
 
@@ -1551,7 +1564,7 @@ struct LmHeadRun {
         const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_DX, count, whole_of(tile), aligned), sums,
                                            W_of(tile), dlogits, nullptr, first ? 0 : 1, workspace, stream);
         if (error != cudaSuccess || tail_of(tile) == 0) return error;
-        const dim3 grid(count, ceil_div((unsigned)C, 256u));
+        const dim3 grid(count, std::min(ceil_div((unsigned)C, 256u), 65535u));
         const floatX *const tail = dlogits + whole_of(tile);
         if (plan.by_tiles()) {
             lm_head_tail_dX_kernel<floatX, float>
