@@ -1647,7 +1647,7 @@ __global__ void cluster_of_one(int *out) { // without the attribute
     const int other = (int)(blockDim.x - 1 - threadIdx.x);
     out[blockIdx.x * blockDim.x + threadIdx.x] = cluster.map_shared_rank(alone, 0)[other] + other;
     cluster.barrier_arrive();
-    if (threadIdx.x == 0)
+    if (threadIdx.x < 32) // a whole warp: of one that is apart, a GPU's cluster barrier knows nothing
         while (atomicAdd(&told, 0) == 0) __nanosleep(20); // by one that waits at the barrier meanwhile
     cluster.barrier_wait();
     if (threadIdx.x == 40) atomicExch(&told, 1);
