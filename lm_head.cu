@@ -370,14 +370,6 @@ __global__ void lm_head_round_kernel(T *out, const float *sums, long long vector
 // ---------------------------------------------------------------------------------------------------------------------
 // a product of our own (compute capability 9.0), for the logits that nobody needs in memory
 
-// False in device code that isn't sm_90a's, which has no wgmma: the kernel is empty there, and its launch bounds are
-// less than it is launched with, by which lm_head_device() knows it.
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool HAS_WGMMA = true;
-#else
-constexpr bool HAS_WGMMA = false;
-#endif
-
 // Tiles that the accumulators have room for (a tile of the vocabulary is several): 128 rows of X by 256 of W. Two
 // groups of 4 warps have 64 of the rows each, as 128 sums a thread; a third one loads. The inputs arrive in slices of
 // 64 channels, which is 128 bytes a row.
@@ -387,115 +379,7 @@ constexpr unsigned PRODUCT_THREADS = 3 * GROUP;
 constexpr unsigned X_BYTES = PRODUCT_ROWS * PRODUCT_DEPTH * 2, W_BYTES = PRODUCT_COLUMNS * PRODUCT_DEPTH * 2;
 constexpr unsigned BOX_ROWS = 16, BOX_COLUMNS = 64, BOX_BYTES = BOX_ROWS * BOX_COLUMNS * 2;  // leave at a time
 constexpr unsigned WARP_BOXES = 2;                                                           // that a warp has room for
-constexpr unsigned SWIZZLE_BYTES = 1024;  // what the 128-byte swizzle repeats itself after
 constexpr size_t PRODUCT_SHARED = PRODUCT_STAGES * (X_BYTES + W_BYTES) + 2 * GROUP / WARP_SIZE * WARP_BOXES * BOX_BYTES;
-
-// In shared memory, rows of 128 bytes have their 16-byte chunks in an order that changes from row to row, so that
-// neither the tensor cores nor the threads that write meet bank conflicts: chunk i of row r is where i ^ (r % 8) is.
-__device__ inline unsigned swizzled(unsigned row, unsigned chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
-
-// Where a slice of rows begins, 128 bytes each, as wgmma wants it described: the address, 1024 bytes from 8 rows to the
-// next 8, and the 128-byte swizzle (PTX: matrix descriptor). 16 channels on is 32 bytes on.
-__device__ inline uint64_t describe_rows(const void *begin) {
-#ifdef __CUDA_ARCH__
-    const uint64_t address = (__cvta_generic_to_shared(begin) & 0x3ffff) >> 4;
-    // From bit 16 on: unused with this swizzle; from bit 32: to the next 8 rows; from bit 62: which swizzle.
-    return address | 1ull << 16 | (uint64_t)(SWIZZLE_BYTES >> 4) << 32 | 1ull << 62;
-#else
-    return (uint64_t)begin;
-#endif
-}
-constexpr uint64_t DESCRIBED_STEP =
-#ifdef __CUDA_ARCH__
-    32 >> 4;
-#else
-    32;
-#endif
-
-// sums (64, 256) = X W^T (+ sums), for 64 rows of X, 256 of W and 16 channels, by a group. The thread's are those of
-// rows 16 * warp + lane / 4 + 8h and columns 8j + lane % 4 * 2 + k, as sums[4j + 2h + k]. It goes on while the threads
-// do: until wgmma_wait() they leave the sums alone.
-template <typename floatX>
-__device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool add) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define FOUR(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
-#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
-#define WGMMA(type)                                                                                              \
-    asm volatile(                                                                                                \
-        "{.reg .pred add; setp.ne.b32 add, %130, 0;\n"                                                           \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                             \
-        " {"                                                                                                     \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"    \
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"    \
-        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61,"    \
-        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81,"    \
-        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100,"        \
-        "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116,"        \
-        "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, add, 1, 1, 0, 0;}"       \
-        : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112) \
-        : "l"(X), "l"(W), "r"((int)add))
-    if constexpr (std::is_same_v<floatX, half>) {
-        WGMMA("f16");
-    } else {
-        WGMMA("bf16");
-    }
-#undef WGMMA
-#undef SIXTEEN
-#undef FOUR
-#elif !defined(__CUDA_ARCH__)
-    const unsigned warp = threadIdx.x / WARP_SIZE % 4, lane = threadIdx.x % WARP_SIZE;
-    float x[2][16], w[16];
-    auto load = [](float(&row)[16], uint64_t begin, unsigned r) {  // with the swizzle as the hardware has it
-        for (unsigned k = 0; k < 16; k++) {
-            const uint64_t address = begin + r * 128 + k * 2;
-            row[k] = (float)*(const floatX *)(address ^ (address >> 7 & 7) << 4);
-        }
-    };
-    for (unsigned h = 0; h < 2; h++) load(x[h], X, 16 * warp + lane / 4 + 8 * h);
-    for (unsigned j = 0; j < 64; j++) {
-        load(w, W, 8 * (j / 2) + lane % 4 * 2 + j % 2);
-        for (unsigned h = 0; h < 2; h++) {
-            float &sum = sums[j / 2 * 4 + 2 * h + j % 2];
-            if (!add) sum = 0;
-            for (unsigned k = 0; k < 16; k++) sum += x[h][k] * w[k];
-        }
-    }
-#endif
-}
-
-// wgmma_begin() precedes several wgmmas, wgmma_end() closes them, and wgmma_wait<n>() returns when all but the latest n
-// such batches are done.
-// (How they are put together, and the kernel below as a whole: CUTLASS's warp-specialised kernels for Hopper, and
-// "Outperforming cuBLAS on H100", Pranjal Shankhdhar 2024.)
-__device__ inline void wgmma_begin() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ inline void wgmma_end() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-template <int n>
-__device__ void wgmma_wait() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
-#endif
-}
-
-// A group's threads have so many registers from here on. The launch gives all of them 168, and more than that has to be
-// what others have left: 3 * 168 = 40 + 2 * 232.
-template <int registers, bool more>
-__device__ void set_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    if constexpr (more) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-    } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
-    }
-#endif
-}
 
 // Rows of a matrix of 16 bits, for bulk copies of `box_rows` by 64 columns to and from swizzled shared memory; what is
 // behind the last column or row is 0, and not written. The address and the stride are multiples of 16 bytes.
@@ -573,6 +457,10 @@ __device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], 
 // own way: while one is busy with its logits, the other has the tensor cores to itself, as far as the stages reach. (To
 // keep one ahead of the other by two or three slices was no faster.)
 //
+// Code for other devices than sm_90a has an empty kernel with smaller launch bounds, by which lm_head_device() knows it.
+// How it is put together: CUTLASS's warp-specialised kernels for Hopper, and "Outperforming cuBLAS on H100", Pranjal
+// Shankhdhar 2024.
+//
 // What it is worth (H200, bf16, N 8192, C 768, V 50304): cuBLASLt takes 0.80 ms for the logits, and storing them is in
 // that. This product takes 0.75 ms without anything behind it.
 template <typename floatX, bool writes, bool softcap, Extras extras>
@@ -608,7 +496,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
         };
         auto nothing = [](auto...) {};
         if (group == 0) {
-            set_registers<40, false>();
+            set_registers<40, false>();  // of three times 168, which leaves the others 232 each
             auto load = [&](unsigned row, unsigned column) {
                 for (unsigned slice = 0; slice < slices; slice++) {
                     char *const X = inputs + ring.slot * (X_BYTES + W_BYTES), *const W = X + X_BYTES;
@@ -1155,7 +1043,7 @@ inline double lm_head_cost(const LmHead &plan) {
 // The way, the sizes and the workspace. False if the budget is too small.
 inline bool lm_head_plan(LmHead &plan, size_t memory) {
     const LmHeadProblem p = plan.problem;
-    const bool bounded = p.version >= 3 && p.V > 0, overlap = p.version == 6 && p.tuning.overlap;
+    const bool bounded = p.version >= 3 && p.V > 0;
     const bool products = p.V > 0 && p.C > 0;
     auto at_most = [&](double bytes) {
         return products ? (size_t)std::min(bytes, (double)p.tuning.most_gemm_bytes) / 256 * 256 : 0;
@@ -1168,7 +1056,7 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
         return lm_head_layout(plan);
     }
     double least = INFINITY;
-    auto consider = [&](LmHeadWay way, double share) {  // of the budget, which is cuBLASLt's and not the blocks'
+    auto consider = [&](LmHeadWay way, double share, bool overlap) {  // of the budget, cuBLASLt's is a share
         LmHead other;
         other.problem = p;
         other.device = plan.device;
@@ -1184,11 +1072,13 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
             const LmHeadWay only[] = {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE};
             const bool slow = way == LM_HEAD_EPILOGUE && p.C % 8 != 0;  // it loads element by element
             const bool any = p.version == 6 && p.tuning.way < 0 && !slow;
-            if (any || way == (p.version == 6 ? p.tuning.way : only[p.version - 3])) consider(way, share);
+            if (!any && way != (p.version == 6 ? p.tuning.way : only[p.version - 3])) continue;
+            consider(way, share, false);
+            if (p.version == 6 && p.tuning.overlap && way == LM_HEAD_VOCABULARY) consider(way, share, true);
         }
     }
     for (double share : {8.0, 32.0}) {  // no such product, or no room for it
-        if (p.version == 5 && plan.way != LM_HEAD_EPILOGUE) consider(LM_HEAD_VOCABULARY, share);
+        if (p.version == 5 && plan.way != LM_HEAD_EPILOGUE) consider(LM_HEAD_VOCABULARY, share, false);
     }
     return least < INFINITY;
 }

@@ -145,7 +145,7 @@ def test_a_blas_that_will_not_do_is_reported(name, why):
     """Once, however many products; the loops make them then."""
     result = bookends.run("lm_head", "all", "-b", 2, "-t", 8, "-c", 24, "-v", 300, "--check",
                           env={**os.environ, "BOOKENDS_BLAS": name})
-    assert result.returncode == 0 and result.stdout.count(": ok") == 5, result
+    assert result.returncode == 0 and result.stdout.count(": ok") == len(bookends.versions("lm_head")), result
     line, = result.stderr.splitlines()
     assert line.startswith("BOOKENDS_BLAS: ") and why in line and "loops" in line
     result = bookends.run("lm_head", "--list", env={**os.environ, "BOOKENDS_BLAS": name})
