@@ -270,18 +270,16 @@ __global__ void lm_head_finish_kernel(ClassifierGradient *gradients, const Tiled
     ClassifierTarget<floatX> target = describe_target(args, row, args.targets[row]);
     OnlineSoftmax seen;
     if (target.read) {
+        if (target.index < args.V) {
+            const unsigned run = target.index / run_columns;
+            set_logit<softcap, extras>(target, args, rows[(size_t)run * args.N + row].target_logit);
+        }
         target.origin = rows[row].origin;
         for (unsigned run = 0; run < runs; run++) {
             const TiledRow part = rows[(size_t)run * args.N + row];
             const float columns = min(run_columns, args.V - run * run_columns);
             const float excess = extras == NO_EXTRAS ? 0 : fmaf(columns, part.origin - target.origin, part.excess);
             seen = merge(seen, {part.max, part.sum, excess}, args.power);
-        }
-        if (target.index < args.V) {
-            const unsigned run = target.index / run_columns;
-            const float origin = target.origin;
-            set_logit<softcap, extras>(target, args, rows[(size_t)run * args.N + row].target_logit);
-            target.origin = origin;
         }
     }
     write_scalars<extras>(args, row, target, seen);
@@ -419,8 +417,8 @@ struct ProductArguments {
     __host__ __device__ unsigned tiles_of_run() const { return ceil_div(ceil_div(columns, PRODUCT_COLUMNS), runs); }
 };
 
-// A thread's 8 vectors of 8 logits of a row: the column, in the tile, of the pair of elements k, k+1 of vector u.
-__device__ inline unsigned pair_column(unsigned u, unsigned k) { return (4 * u + k / 2) * 8 + threadIdx.x % 4 * 2; }
+// A thread's 64 logits of a row, as 8 vectors: the column, in the tile, of the i-th.
+__device__ inline unsigned column_of(unsigned i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
 // see() for the last tile, of which not all columns are there.
 template <bool softcap, Extras extras, typename floatX>
@@ -435,7 +433,7 @@ __device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], 
 #pragma unroll
             for (unsigned k = 0; k < 8; k++) {
                 const float value = value_and_slope<softcap, extras>(values[k], args, &slope);
-                if (pair_column(u, k) + k % 2 < columns) what(value);
+                if (column_of(8 * u + k) < columns) what(value);
             }
         }
     };
@@ -457,9 +455,9 @@ __device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], 
 // own way: while one is busy with its logits, the other has the tensor cores to itself, as far as the stages reach. (To
 // keep one ahead of the other by two or three slices was no faster.)
 //
-// Code for other devices than sm_90a has an empty kernel with smaller launch bounds, by which lm_head_device() knows it.
-// How it is put together: CUTLASS's warp-specialised kernels for Hopper, and "Outperforming cuBLAS on H100", Pranjal
-// Shankhdhar 2024.
+// Code for other devices than sm_90a has an empty kernel with smaller launch bounds, by which lm_head_device() knows
+// it. How it is put together: CUTLASS's warp-specialised kernels for Hopper, and "Outperforming cuBLAS on H100",
+// Pranjal Shankhdhar 2024.
 //
 // What it is worth (H200, bf16, N 8192, C 768, V 50304): cuBLASLt takes 0.80 ms for the logits, and storing them is in
 // that. This product takes 0.75 ms without anything behind it.
@@ -539,7 +537,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
         auto add_bias = [&](unsigned column) {
 #pragma unroll
             for (unsigned i = 0; i < 64; i++) {
-                const unsigned at = i / 2 * 4 + i % 2, j = column + i / 2 * 8 + lane % 4 * 2 + i % 2;
+                const unsigned at = i / 2 * 4 + i % 2, j = column + column_of(i);
                 const float bias = j < product.columns ? (float)product.bias[j] : 0.0f;
                 sums[at] += bias;
                 sums[at + 2] += bias;
@@ -799,8 +797,8 @@ struct LmHead {
     cublasLtHandle_t handle = nullptr;
     std::vector<Gemm> gemms;
     cudaStream_t side = nullptr;
-    std::vector<cudaEvent_t> made, done;  // of a tile
-    char what[240] = "";                  // what was wrong, in words
+    cudaEvent_t made[2] = {}, done[2] = {};  // of the two tiles that are under way
+    char what[240] = "";                     // what was wrong, in words
 
     int blocks() const { return rows > 0 ? ceil_div(problem.N, rows) : 0; }
     int tiles() const { return columns > 0 ? ceil_div(problem.V, columns) : 0; }
@@ -1022,8 +1020,8 @@ inline double lm_head_cost(const LmHead &plan) {
     // Few tiles of dX leave multiprocessors idle, unless its sums are split, for which there has to be room.
     const double dX_tiles = ceil(rows / 128) * ceil(C / 128), room = plan.gemm_bytes / (4 * rows * C);
     const double idle = sqrt(std::max(1.0, plan.device.multiprocessors / (dX_tiles * std::max(1.0, floor(room)))));
-    double dX = p.dX ? product(full_rows * C, columns * idle, W + (plan.float_dX() ? 8 * rows * C : 0)) : 0;
-    double dW = p.dW ? product(columns * C, std::max(rows, 32.0), 1.7 * 8 * columns * C + size * logits) : 0;
+    const double dX = p.dX ? product(full_rows * C, columns * idle, W + (plan.float_dX() ? 8 * rows * C : 0)) : 0;
+    const double dW = p.dW ? product(columns * C, std::max(rows, 32.0), 1.7 * 8 * columns * C + size * logits) : 0;
     const double passes = plan.gradient() ? 2 : 1;
     const double make = product(full_rows * columns, C, W);
     double look = launch + passes * size * logits;
@@ -1067,12 +1065,17 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
         const double cost = fits ? lm_head_cost(other) : INFINITY;
         if (cost < least) least = cost, plan = other;
     };
+    const int only = p.version == 3   ? LM_HEAD_ROWS
+                     : p.version == 4 ? LM_HEAD_VOCABULARY
+                     : p.version == 5 ? LM_HEAD_EPILOGUE
+                                      : p.tuning.way;
+    auto wanted = [&](LmHeadWay way) {
+        if (only >= 0) return way == only;
+        return way != LM_HEAD_EPILOGUE || p.C % 8 == 0;  // else it loads element by element
+    };
     for (double share : {8.0, 32.0}) {
         for (LmHeadWay way : {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE}) {
-            const LmHeadWay only[] = {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE};
-            const bool slow = way == LM_HEAD_EPILOGUE && p.C % 8 != 0;  // it loads element by element
-            const bool any = p.version == 6 && p.tuning.way < 0 && !slow;
-            if (!any && way != (p.version == 6 ? p.tuning.way : only[p.version - 3])) continue;
+            if (!wanted(way)) continue;
             consider(way, share, false);
             if (p.version == 6 && p.tuning.overlap && way == LM_HEAD_VOCABULARY) consider(way, share, true);
         }
@@ -1129,26 +1132,28 @@ inline cudaError_t from_cublas(cublasStatus_t status) {
 
 constexpr int GEMM_CANDIDATES = 16;
 
-// Whether an algorithm that splits a sum puts its parts together in float. (That is asked of cuBLASLt too.)
+// Into how many parts an algorithm splits a sum, and how it puts them together. False if it doesn't say.
+inline bool splitting_of(const cublasLtMatmulAlgo_t &algo, int32_t *parts, uint32_t *scheme) {
+    size_t written = 0;
+    auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, auto *value) {
+        return cublasLtMatmulAlgoConfigGetAttribute(&algo, attribute, value, sizeof(*value), &written) ==
+               CUBLAS_STATUS_SUCCESS;
+    };
+    return get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, parts) && get(CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, scheme);
+}
+
+// Whether it does that in float. (That is asked of cuBLASLt too.)
 inline bool sums_in_float(const cublasLtMatmulAlgo_t &algo) {
     int32_t parts = 0;
     uint32_t scheme = 0;
-    size_t written = 0;
-    auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, auto *value) {
-        return cublasLtMatmulAlgoConfigGetAttribute(&algo, attribute, value, sizeof(*value), &written);
-    };
-    const bool known = get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts) == CUBLAS_STATUS_SUCCESS &&
-                       get(CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme) == CUBLAS_STATUS_SUCCESS;
-    return known && ((parts <= 1 && scheme == CUBLASLT_REDUCTION_SCHEME_NONE) ||
-                     scheme == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    return splitting_of(algo, &parts, &scheme) && ((parts <= 1 && scheme == CUBLASLT_REDUCTION_SCHEME_NONE) ||
+                                                   scheme == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
 }
 
-// Whether it splits one.
 inline bool splits_sum(const cublasLtMatmulAlgo_t &algo) {
     int32_t parts = 0;
-    size_t written = 0;
-    cublasLtMatmulAlgoConfigGetAttribute(&algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts, sizeof(parts), &written);
-    return parts > 1;
+    uint32_t scheme = 0;
+    return splitting_of(algo, &parts, &scheme) && parts > 1;
 }
 
 // cuBLASLt's matrices are column-major: a row-major (R, S) is its (S, R). So with x = logits:
@@ -1255,9 +1260,9 @@ inline void lm_head_destroy(LmHead &plan) {
         if (gemm.desc) cublasLtMatmulDescDestroy(gemm.desc);
     }
     plan.gemms.clear();
-    for (std::vector<cudaEvent_t> *events : {&plan.made, &plan.done}) {
-        for (cudaEvent_t event : *events) cudaEventDestroy(event);
-        events->clear();
+    for (cudaEvent_t *event : {&plan.made[0], &plan.made[1], &plan.done[0], &plan.done[1]}) {
+        if (*event) cudaEventDestroy(*event);
+        *event = nullptr;
     }
     if (plan.side) cudaStreamDestroy(plan.side);
     if (plan.handle) cublasLtDestroy(plan.handle);
@@ -1334,13 +1339,8 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     if (error == cudaSuccess) {
         error = cudaStreamCreateWithPriority(&plan.side, cudaStreamNonBlocking, greatest);
     }
-    const size_t count = 2;  // steps that are under way, however many buffers there are
-    for (std::vector<cudaEvent_t> *events : {&plan.made, &plan.done}) {
-        while (error == cudaSuccess && events->size() < count) {
-            cudaEvent_t event = nullptr;
-            error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
-            if (error == cudaSuccess) events->push_back(event);
-        }
+    for (cudaEvent_t *event : {&plan.made[0], &plan.made[1], &plan.done[0], &plan.done[1]}) {
+        if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
     }
     return error == cudaSuccess ? error : fail(error, "a stream and its events: %s", cudaGetErrorString(error));
 }
@@ -1465,9 +1465,10 @@ struct LmHeadRun {
         }
         return cudaGetLastError();
     }
+    // Behind the last tile of these rows.
     cudaError_t finish_dX(size_t row, int count, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
-        if (!args.dX || !plan.float_dX() || !plan.by_tiles()) return cudaSuccess;
+        if (!args.dX || !plan.float_dX()) return cudaSuccess;
         return round(args.dX + row * C, part<float>(plan.dX), (long long)count * C, false, stream);
     }
 
@@ -1555,9 +1556,10 @@ struct LmHeadRun {
         });
     }
 
-    // The product of our own, for `count` rows from `row` on and a tile: their statistics, or their gradients.
+    // The product of our own, for `count` rows from `row` on and the columns from a tile's first on: their statistics,
+    // or their gradients.
     template <bool writes>
-    cudaError_t multiply(ProductArguments<floatX> product, floatX *logits, size_t row, int count, int tile, int columns,
+    cudaError_t multiply(ProductArguments<floatX> product, floatX *logits, size_t row, int count, int tile,
                          cudaStream_t stream) const {
         const LmHeadProblem &p = plan.problem;
         const size_t C = p.C, first = (size_t)tile * plan.columns;
@@ -1565,7 +1567,6 @@ struct LmHeadRun {
         product.W_rows = args.W + first * C;
         product.bias = args.bias ? args.bias + first : nullptr;
         product.rows = count;
-        product.columns = columns;
         product.C = p.C;
         product.begin = (unsigned)first;
         product.mapped = C % 8 == 0 && ((uintptr_t)args.X | (uintptr_t)args.W) % 16 == 0;
@@ -1576,9 +1577,9 @@ struct LmHeadRun {
         };
         if (product.mapped) {
             map(&product.X, product.X_rows, p.C, count, C, PRODUCT_ROWS);
-            map(&product.W, product.W_rows, p.C, columns, C, PRODUCT_COLUMNS);
+            map(&product.W, product.W_rows, p.C, product.columns, C, PRODUCT_COLUMNS);
         }
-        if (writes) map(&product.out, logits, columns, count, plan.P, BOX_ROWS);
+        if (writes) map(&product.out, logits, product.columns, count, plan.P, BOX_ROWS);
         if (error != cudaSuccess) return error;
         const unsigned units = ceil_div((unsigned)count, PRODUCT_ROWS) * product.runs;
         const unsigned grid_size = std::min(units, (unsigned)plan.device.multiprocessors);
@@ -1597,19 +1598,20 @@ struct LmHeadRun {
     cudaError_t make_statistics(cudaStream_t stream) const {
         const LmHeadProblem &p = plan.problem;
         ProductArguments<floatX> product = {};
+        product.columns = p.V;
         product.runs = plan.runs;
         product.seen = part<TiledRow>(plan.seen);
-        const cudaError_t error = multiply<false>(product, nullptr, 0, p.N, 0, p.V, stream);
-        const unsigned run_columns =
-            ceil_div(ceil_div((unsigned)p.V, PRODUCT_COLUMNS), (unsigned)plan.runs) * PRODUCT_COLUMNS;
-        return error == cudaSuccess ? finish_rows(0, p.N, plan.runs, run_columns, stream) : error;
+        const cudaError_t error = multiply<false>(product, nullptr, 0, p.N, 0, stream);
+        if (error != cudaSuccess) return error;
+        return finish_rows(0, p.N, product.runs, product.tiles_of_run() * PRODUCT_COLUMNS, stream);
     }
 
     cudaError_t make_dlogits(floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
         ProductArguments<floatX> product = {};
+        product.columns = columns_of(tile);
         product.runs = even_runs(count, columns_of(tile), plan.device.multiprocessors);
         product.gradients = part<ClassifierGradient>(plan.gradients) + row;
-        return multiply<true>(product, dlogits, row, count, tile, columns_of(tile), stream);
+        return multiply<true>(product, dlogits, row, count, tile, stream);
     }
 
     // The fused classifier, in place.
@@ -1632,6 +1634,18 @@ struct Steps {
     }
 };
 
+// dbias, dX and dW of a block or tile of gradients. One after the other: beside each other on two streams, they were no
+// faster at any shape that was tried, and up to 4% slower (C 4096, V 128256 in 10%; H200).
+template <typename floatX, typename gradX>
+cudaError_t lm_head_gradients(const LmHeadRun<floatX, gradX> &run, const floatX *dlogits, size_t row, int rows,
+                              int tile, cudaStream_t stream) {
+    Steps steps;
+    steps.then([&] { return run.add_dbias(dlogits, row, rows, tile, stream); });
+    steps.then([&] { return run.make_dX(dlogits, row, rows, tile, tile == 0, stream); });
+    steps.then([&] { return run.add_dW(dlogits, row, rows, tile, stream); });
+    return steps.error;
+}
+
 // The classifier in three kernels.
 template <typename floatX, typename gradX>
 cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t stream) {
@@ -1652,22 +1666,7 @@ cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t s
             return cudaGetLastError();
         });
     });
-    steps.then([&] { return run.make_dX(logits, 0, N, 0, true, stream); });
-    steps.then([&] { return run.finish_dX(0, N, stream); });
-    steps.then([&] { return run.add_dW(logits, 0, N, 0, stream); });
-    steps.then([&] { return run.add_dbias(logits, 0, N, 0, stream); });
-    return steps.error;
-}
-
-// dbias, dX and dW of a block or tile of gradients. One after the other: beside each other on two streams, they were no
-// faster at any shape that was tried, and up to 4% slower (C 4096, V 128256 in 10%; H200).
-template <typename floatX, typename gradX>
-cudaError_t lm_head_gradients(const LmHeadRun<floatX, gradX> &run, const floatX *dlogits, size_t row, int rows,
-                              int tile, cudaStream_t stream) {
-    Steps steps;
-    steps.then([&] { return run.add_dbias(dlogits, row, rows, tile, stream); });
-    steps.then([&] { return run.make_dX(dlogits, row, rows, tile, !run.plan.by_tiles() || tile == 0, stream); });
-    steps.then([&] { return run.add_dW(dlogits, row, rows, tile, stream); });
+    steps.then([&] { return lm_head_gradients(run, logits, 0, N, 0, stream); });
     return steps.error;
 }
 
@@ -1683,7 +1682,6 @@ cudaError_t lm_head_by_rows(const LmHeadRun<floatX, gradX> &run, cudaStream_t st
         steps.then([&] { return run.make_logits(logits, row, rows, 0, stream); });
         steps.then([&] { return run.classify_fused(logits, row, rows, stream); });
         steps.then([&] { return lm_head_gradients(run, logits, row, rows, 0, stream); });
-        steps.then([&] { return run.finish_dX(row, rows, stream); });
     }
     return steps.error;
 }

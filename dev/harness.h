@@ -1346,9 +1346,12 @@ struct Harness {
     // What a version is run at: a block size, or one of the points.
     std::string place(int size, bool in_column = true) const {
         if (block_sizes) return format(in_column ? "block_size %4d" : "block_size %d", size);
+        return format("%-*s", in_column ? point_width() : 0, point_name(size).c_str());
+    }
+    int point_width() const {
         size_t width = 0;
         for (size_t i = 0; i < points.size(); i++) width = std::max(width, point_name(i).size());
-        return format("%-*s", in_column ? (int)width : 0, point_name(size).c_str());
+        return (int)width;
     }
     std::string point_name(size_t i) const { return swept ? key_of(swept) + " " + points[i] : points[i]; }
     std::vector<Figure> figures_of(const Record &r) const {
@@ -1388,8 +1391,7 @@ struct Harness {
 
     void print_summary() {
         const bool bandwidth = !baseline.name;
-        int width = 10;
-        for (size_t i = 0; i < points.size(); i++) width = std::max(width, (int)point_name(i).size());
+        const int width = std::max(10, point_width());
         fprintf(report, "\n%-8s %-16s %*s %12s %14s", "version", "name", width, block_sizes ? "block_size" : "at",
                 "time (ms)", bandwidth ? "GB/s" : "TFLOP/s");
         if (!bandwidth) fprintf(report, "  x the %s", baseline.name);
