@@ -1001,6 +1001,8 @@ static void check_tile(const worker &w, const tile &t, const void *to, const voi
     const tensor &of = t.of;
     if ((uintptr_t)shared % 128)
         fail("%s of %u bytes from %p to %p: not aligned to 128 bytes in shared memory", name, bytes, from, to);
+    if (t.at[0] * (int64_t)of.element_bytes % 16) // an illegal instruction on an H200
+        fail("%s: column %d is no multiple of 16 bytes", name, t.at[0]);
     if (of.swizzled && of.box[0] * of.element_bytes != 128) // where narrower rows come to lie is written nowhere
         fail("%s of rows of %u bytes, with a swizzle of 128", name, of.box[0] * of.element_bytes);
     check_bulk(w, name, to, from, bytes, shared);

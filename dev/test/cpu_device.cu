@@ -1225,8 +1225,9 @@ const tensor_spec tensor_specs[] = {
     {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {77, 19}, 336, {20, 7}, CU_TENSOR_MAP_SWIZZLE_NONE},
     {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, {1000, 300}, 2000, {256, 200}, CU_TENSOR_MAP_SWIZZLE_NONE}};
 
-const int corners[][2] = {{0, 0},   {8, 3},   {13, 5},    {-1, 2},  {2, -1},   {-7, -5}, {70, 6},    {6, 14},
-                          {71, 15}, {90, 35}, {-15, -6}, {-300, 0}, {0, -300}, {1000, 2}, {2, 1000}, {-20, 18}};
+// A box may begin anywhere in its tensor or outside, at multiples of 16 bytes from the row's beginning.
+const int corners[][2] = {{0, 0},   {8, 3},   {16, 5},   {-8, 2},   {8, -1},   {-16, -5}, {72, 6},   {8, 14},
+                          {72, 15}, {88, 35}, {-24, -6}, {-304, 0}, {0, -300}, {1000, 2}, {8, 1000}, {-24, 18}};
 
 // A number of its own for each element, nearly, which is finite in every type.
 template <class T> std::vector<T> numbers(size_t n) {
@@ -1347,8 +1348,8 @@ template <class T> void test_tensor_store(const tensor_spec &spec, dim3 grid, in
 
 template <class T> void test_tensor_stores(const tensor_spec &spec) {
     for (const auto &corner : corners) {
-        test_tensor_store<T>(spec, 1, {3, 2}, {corner[0], corner[1]}, false);
-        test_tensor_store<T>(spec, 1, {corner[0], corner[1]}, {3, 2}, false);
+        test_tensor_store<T>(spec, 1, {8, 2}, {corner[0], corner[1]}, false);
+        test_tensor_store<T>(spec, 1, {corner[0], corner[1]}, {8, 2}, false);
     }
     const dim3 all((unsigned)(spec.dims[0] + spec.box[0] - 1) / spec.box[0],
                    (unsigned)(spec.dims[1] + spec.box[1] - 1) / spec.box[1]);
@@ -1385,7 +1386,7 @@ void case_tensor_line() {
     spec.rank = 1;
     const auto in = numbers<float>(64);
     array<float> a(in), b(32);
-    for (int x : {0, 7, -5, 30, 45}) {
+    for (int x : {0, 8, -4, 32, 48}) {
         load_line<<<1, 32>>>(spec.map(a.p), b.p, x);
         std::vector<float> want(32);
         for (int i = 0; i < 32; i++) want[i] = x + i >= 0 && x + i < 45 ? in[x + i] : 0;
@@ -2019,6 +2020,10 @@ __global__ void box_store_bad(int *) {
     __shared__ alignas(128) char tile[4096 + 128];
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &box_map, {0, 0}, tile + 64);
 }
+template <int column> __global__ void box_amid(int *) {
+    __shared__ alignas(128) char tile[4096];
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &box_map, {column, 0}, tile);
+}
 __global__ void box_no_map(int *out) {
     __shared__ alignas(128) char tile[4096];
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, out, {0, 0}, tile);
@@ -2070,6 +2075,8 @@ void case_error_tensor() {
     expect_kernel_error(box_bad<2, 64>, "box_bad<2, 64>", 1, crooked);
     expect_kernel_error(box_bad<1, 0>, "box_bad<1, 0>", 1, ": 1 coordinates in a tensor of 2 dimensions");
     KERNEL_ERROR(box_store_bad, 1, crooked);
+    expect_kernel_error(box_amid<6>, "box_amid<6>", 1, ": column 6 is no multiple of 16 bytes");
+    expect_kernel_error(box_amid<-3>, "box_amid<-3>", 1, ": column -3 is no multiple of 16 bytes");
     KERNEL_ERROR(box_no_map, 1, "cp_async_bulk_tensor: there is no tensor map at ");
     KERNEL_ERROR(box_map_crooked, 1, " is not aligned to 64 bytes");
     KERNEL_ERROR(box_narrow, 1, "cp_async_bulk_tensor of rows of 64 bytes, with a swizzle of 128");
@@ -2258,7 +2265,7 @@ __global__ void write_past_tensor(const __grid_constant__ CUtensorMap map) { // 
     __shared__ uint64_t full;
     ptx::mbarrier_init(&full, 1);
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, 256);
-    ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, block_memory, &map, {-2, 5}, &full);
+    ptx::cp_async_bulk_tensor(ptx::space_shared, ptx::space_global, block_memory, &map, {-4, 5}, &full);
     while (!ptx::mbarrier_try_wait_parity(&full, 0)) {}
 }
 void case_overrun_tensor() {
