@@ -1154,11 +1154,12 @@ struct Harness {
     }
 
     // Cold: batches until the median stands still (within 0.5% of the batch before, 20 runs at least) or the time is
-    // up. Hot: a graph of launches, replayed. Both after a warm-up long enough for the clocks to rise. A kernel that
-    // takes over 20 ms is run a few times only.
+    // up. Hot: a graph of launches, replayed. Both after a warm-up long enough for the clocks to rise; and for products,
+    // which draw all the power that a chip may have, to fall again and settle. A kernel that takes over 20 ms is run a
+    // few times only.
     template <typename Enqueue>
     Times measure(Enqueue enqueue) {
-        const double warm_seconds = ON_CPU ? 0.0 : 0.05, budget_seconds = ON_CPU ? 0.05 : 0.4;
+        const double warm_seconds = ON_CPU ? 0.0 : baseline.name ? 0.5 : 0.05, budget_seconds = ON_CPU ? 0.05 : 0.4;
         double start = seconds_now();
         const double once = time_runs(1, true, enqueue)[0];
         while (seconds_now() - start < warm_seconds) time_runs(once > 5 ? 1 : 10, true, enqueue);

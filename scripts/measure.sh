@@ -61,6 +61,7 @@ lm_head -v 50304
 lm_head -v 50304 --memory 10%
 lm_head -v 50304 --memory 5%
 lm_head -v 50304 --memory 2%
+lm_head -v 50304 --memory 2% --graph
 lm_head -v 50304 --forward --memory 5%
 lm_head -c 2048 -v 128256
 lm_head -c 2048 -v 128256 --memory 10%
@@ -112,7 +113,7 @@ lm_head -b 3 -t 17 -c 40 -v 1003 --bias --memory 0.1 --label-smoothing 0.1 --ign
 lm_head -b 1 -t 5 -c 33 -v 1003 --memory 1 --grad-dtype same --softcap 30
 '
 each() {  # KERNEL LIST: its lines of that kernel, with a --dtype of each type
-    for dtype in fp32 fp16 bf16; do sed -n "s/^$1 .*/& --dtype $dtype/p" <<< "$2"; done
+    for dtype in fp32 fp16 bf16; do sed -En "s/^$1( .*)?$/& --dtype $dtype/p" <<< "$2"; done
 }
 quietly() {  # COMMAND...: prints what it says only if it fails, and ends the shell then
     log=$("$@" 2>&1) || { echo "$log"; exit 1; }
@@ -130,7 +131,7 @@ for kernel in ${KERNELS:-encoder_forward encoder_backward classifier_fused lm_he
         done | xargs -P 8 -I {} bash -c 'quietly compute-sanitizer {}'
         echo "$kernel: compute-sanitizer's memcheck, racecheck, initcheck and synccheck report nothing"
     fi
-    grep "^$kernel " <<< "$shapes" | while read -r _ options; do
+    grep -E "^$kernel( |$)" <<< "$shapes" | while read -r _ options; do
         echo "$kernel $options"
         if [ $kernel = lm_head ]; then options="$options --repeat 10"; fi  # 40 ms a run, 6 versions and the bare products
         ./$kernel all --bench $options --json "$work/$kernel.jsonl" | sed -n '/^version/,$p'

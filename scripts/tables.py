@@ -22,8 +22,7 @@ DEFAULTS = {"grad_dtype": "same", "overwrite": False, "rounding": "nearest",
             "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
             "label_smoothing": 0, "z_loss": 0, "softcap": 0, "logit_scale": 1, "ignore_every": 0,
             "gradients": "both", "forward": False, "bias": False, "tf32": False, "memory": "25%", "sweep": "none",
-            "way": "auto", "overlap": "on", "graph": False, "spread": 2, "columns": 0, "parts": 1, "gemm_sms": 0,
-            "classifier": 0}
+            "way": "auto", "overlap": "on", "graph": False, "spread": 2, "columns": 0}
 LM_HEAD = {"grad_dtype": "fp32"}
 
 
