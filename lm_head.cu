@@ -23,6 +23,11 @@ version 5  epilogue: the same by a product of our own, which has the statistics 
 version 6  planned: the way and its sizes follow from the budget; of version 4's tiles, the classifier of one runs
            beside the products of another, and as many as there is room for are kept from the first pass
 
+What limits it (H200): power. Products of 16 bits draw the 700 W that the chip may have, and its clock falls from 1980
+to 1400 MHz, at which cuBLASLt's keep the tensor cores busy 9 tenths of the time. So bytes that move beside a product
+slow it down, nearly as if they had moved before it: what helps is to move fewer. Each block of rows adds to all of dW,
+8VC bytes; fewer and larger blocks are worth more than anything else that was tried.
+
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
           (for version 5's own product: -gencode arch=compute_90a,code=sm_90a, which -arch=native doesn't come to)
 Run:      ./lm_head                    the fastest version, in a quarter of what the logits take
@@ -832,6 +837,8 @@ inline long long lm_head_pad(long long columns) {
     return ceil_div(columns, (long long)unit) * unit;
 }
 
+constexpr size_t WORKSPACE_ALIGNMENT = 256;  // and of its parts
+
 // The workspace of a plan whose sizes are known. False if it is larger than can be.
 inline bool lm_head_layout(LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
@@ -843,21 +850,23 @@ inline bool lm_head_layout(LmHead &plan) {
     auto part = [&](bool wanted, double bytes) {
         const size_t begin = next;
         possible = possible && (!wanted || next + bytes < 0x1p62);
-        if (wanted && possible) next += ((size_t)bytes + 255) / 256 * 256;
+        if (wanted && possible) next += ceil_div((size_t)bytes, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT;
         return begin;
     };
     const double rows = plan.rows, V = p.V, C = p.C;
+    const double seen = plan.way == LM_HEAD_EPILOGUE ? (double)plan.runs * p.N : rows;
+    plan.gradients = part(plan.by_tiles() && plan.gradient(), std::min(seen, (double)p.N) * sizeof(ClassifierGradient));
+    plan.seen = part(plan.way != LM_HEAD_ROWS, seen * std::max(sizeof(TiledRow), sizeof(OnlineSoftmax)));
+    const size_t statistics_end = next;
+    if (plan.way == LM_HEAD_EPILOGUE) next = plan.seen;  // all that follows comes when they are done with
     plan.logits = part(true, plan.buffers * rows * plan.P * lm_head_size(p.type));
     plan.probs = part(plan.way == LM_HEAD_TEXTBOOK, rows * V * sizeof(float));
-    const double seen = plan.way == LM_HEAD_EPILOGUE ? (double)plan.runs * p.N : rows;
-    plan.seen = part(plan.way != LM_HEAD_ROWS, seen * std::max(sizeof(TiledRow), sizeof(OnlineSoftmax)));
-    plan.gradients = part(plan.by_tiles() && plan.gradient(), std::min(seen, (double)p.N) * sizeof(ClassifierGradient));
     plan.dX = part(plan.float_dX(), rows * C * sizeof(float));
     plan.dW = part(plan.float_dW(), plan.columns * C * sizeof(float));
     plan.dbias = part(plan.float_dbias(), V * sizeof(float));
     plan.slices = part(p.dbias, plan.row_slices() * (double)plan.columns * sizeof(float));
     plan.gemm = part(true, (double)plan.gemm_bytes);
-    plan.bytes = next + 255;  // the caller's memory begins anywhere
+    plan.bytes = std::max(next, statistics_end);
     return possible;
 }
 
@@ -878,9 +887,11 @@ inline int even_pieces(int count, int most, int unit) {
     return (int)std::min<long long>(count, ceil_div((long long)even, (long long)unit) * unit);
 }
 
-// Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit. Each adds to all of dW, so they
-// are as large as can be. (To classify a block in parts, beside the products of others, was slower: of C 768, V 50304
-// in 25% and 10%, two parts took 3% and 9% longer than one, of C 2048, V 128256 in 10%, 5% (H200).)
+// Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit. Each adds to all of dW, so they are
+// as large as can be: of C 2048, V 128256, blocks of 2048 rows, in 25%, took 1.05 times as long as the bare products,
+// and blocks of 1664, in 24.9%, 1.18 times (H200). (To classify a block in parts, beside the products of others, was
+// slower: of C 768, V 50304 in 25% and 10%, two parts took 3% and 9% longer than one, of C 2048, V 128256 in 10%, 5%
+// (H200).)
 inline bool plan_rows(LmHead &plan, size_t memory) {
     const LmHeadProblem &p = plan.problem;
     plan.way = LM_HEAD_ROWS;
@@ -986,7 +997,10 @@ inline bool plan_epilogue(LmHead &plan, size_t memory) {
             auto width_of = [&](int units) { return (int)std::min<long long>((long long)units * unit, most); };
             const int units =
                 largest_that_fits(1, ceil_div(most, unit), [&](int n) { return fits(height, width_of(n)); });
-            if (units >= 1 && fits(height, even_pieces(p.V, width_of(units), std::min(unit, most)))) {
+            // As wide as can be, or so that each multiprocessor has the same number of tiles.
+            const int down = ceil_div(height, (int)PRODUCT_ROWS), SMs = plan.device.multiprocessors;
+            for (const int n : {units, units * down / SMs * SMs / down}) {
+                if (n < 1 || !fits(height, even_pieces(p.V, width_of(n), std::min(unit, most)))) continue;
                 const double cost = lm_head_cost(plan);
                 if (cost < least) least = cost, rows = plan.rows, columns = plan.columns;
             }
@@ -1010,24 +1024,35 @@ inline bool plan_epilogue(LmHead &plan, size_t memory) {
 inline double lm_head_cost(const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
     const double N = p.N, C = std::max(p.C, 1), V = p.V, size = lm_head_size(p.type), launch = p.tuning.launch;
+    const double SMs = plan.device.multiprocessors;
     const double slower = p.type != CUDA_R_32F ? 1 : p.tf32 ? 2 : 12;  // than products of 16 bits
-    auto product = [&](double outputs, double terms, double bytes) {
-        const double operations = 2 * outputs * terms * slower / p.tuning.operations * (plan.by_tiles() ? 1.12 : 1);
+    auto product = [&](double outputs, double terms, double bytes, bool of_tile) {
+        const double operations = 2 * outputs * terms * slower / p.tuning.operations * (of_tile ? 1.12 : 1);
         return pow(pow(operations, 4) + pow(bytes, 4), 0.25) + launch;
     };
     const double rows = plan.rows, columns = plan.columns, blocks = N / rows, tiles = V / columns;
     const double full_rows = ceil(rows / 128) * 128, logits = rows * columns, W = columns * C * size;
-    // Few tiles of dX leave multiprocessors idle, unless its sums are split, for which there has to be room.
-    const double dX_tiles = ceil(rows / 128) * ceil(C / 128), room = plan.gemm_bytes / (4 * rows * C);
-    const double idle = sqrt(std::max(1.0, plan.device.multiprocessors / (dX_tiles * std::max(1.0, floor(room)))));
-    const double dX = p.dX ? product(full_rows * C, columns * idle, W + (plan.float_dX() ? 8 * rows * C : 0)) : 0;
-    const double dW = p.dW ? product(columns * C, std::max(rows, 32.0), 1.7 * 8 * columns * C + size * logits) : 0;
+    // Few tiles of dX leave multiprocessors idle, unless its sums are split, for which there has to be room. (cuBLASLt
+    // splits none of floats.)
+    const bool floats = p.type == CUDA_R_32F;
+    const double dX_tiles = ceil(rows / (floats ? 128 : 64)) * ceil(C / 128);
+    const double splits = floats ? 1 : std::max(1.0, floor(plan.gemm_bytes / (4 * rows * C)));
+    const double idle = pow(std::max(1.0, SMs / (dX_tiles * splits)), floats ? 0.75 : 0.33);
+    auto use = [&](double outputs, double terms, double bytes) {
+        return product(outputs, terms, bytes, plan.by_tiles());
+    };
+    const double dX = p.dX ? use(full_rows * C, columns * idle, W + (plan.float_dX() ? 8 * rows * C : 0)) : 0;
+    const double dW = p.dW ? use(columns * C, std::max(rows, 32.0), 1.7 * 8 * columns * C + size * logits) : 0;
     const double passes = plan.gradient() ? 2 : 1;
-    const double make = product(full_rows * columns, C, W);
+    const double make = use(full_rows * columns, C, W);
     double look = launch + passes * size * logits;
     if (plan.way == LM_HEAD_EPILOGUE) {
-        const double first = product(ceil(N / 128) * 128 * V, C, V * C * size) + 2 * launch + size * N * V;
-        return first + (plan.gradient() ? blocks * tiles * (make + 0.75 * size * logits + dX + dW) : 0);
+        const double first = product(ceil(N / 128) * 128 * V, C, V * C * size, false) + 2 * launch + size * N * V;
+        // Rounds of the multiprocessors, each with a tile whose gradients take as long as four more slices.
+        const double rounds = ceil(ceil(rows / PRODUCT_ROWS) * ceil(columns / PRODUCT_COLUMNS) / SMs);
+        const double outputs = rounds * SMs * PRODUCT_ROWS * PRODUCT_COLUMNS;
+        const double gradients = product(outputs, C + 4 * PRODUCT_DEPTH, W + size * logits, false);
+        return first + (plan.gradient() ? blocks * tiles * (gradients + dX + dW) : 0);
     }
     double again = 1;
     if (plan.way == LM_HEAD_VOCABULARY) {
@@ -1044,7 +1069,7 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
     const bool bounded = p.version >= 3 && p.V > 0;
     const bool products = p.V > 0 && p.C > 0;
     auto at_most = [&](double bytes) {
-        return products ? (size_t)std::min(bytes, (double)p.tuning.most_gemm_bytes) / 256 * 256 : 0;
+        return products ? (size_t)std::min(bytes, (double)p.tuning.most_gemm_bytes) : 0;
     };
     if (!bounded) {  // all at once
         plan.gemm_bytes = at_most(std::max((double)p.N * p.V * lm_head_size(p.type) / 4, 0x1p20));
@@ -1053,6 +1078,7 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
         plan.columns = p.V;
         return lm_head_layout(plan);
     }
+    const double shares[] = {8, 32, INFINITY};  // 25% is a quarter of the rows exactly, if nothing else takes room
     double least = INFINITY;
     auto consider = [&](LmHeadWay way, double share, bool overlap) {  // of the budget, cuBLASLt's is a share
         LmHead other;
@@ -1073,14 +1099,14 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
         if (only >= 0) return way == only;
         return way != LM_HEAD_EPILOGUE || p.C % 8 == 0;  // else it loads element by element
     };
-    for (double share : {8.0, 32.0}) {
+    for (double share : shares) {
         for (LmHeadWay way : {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE}) {
             if (!wanted(way)) continue;
             consider(way, share, false);
             if (p.version == 6 && p.tuning.overlap && way == LM_HEAD_VOCABULARY) consider(way, share, true);
         }
     }
-    for (double share : {8.0, 32.0}) {  // no such product, or no room for it
+    for (double share : shares) {  // no such product, or no room for it
         if (p.version == 5 && plan.way != LM_HEAD_EPILOGUE) consider(LM_HEAD_VOCABULARY, share, false);
     }
     return least < INFINITY;
@@ -1348,12 +1374,12 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
 // ---------------------------------------------------------------------------------------------------------------------
 // launchers
 
-// A run:  dX (N, C) floatX, dW (V, C) and dbias (V) gradX, to which is added, losses (N) and lse (N) float;
-// X (N, C), W (V, C) and bias (V) floatX, targets (N) int32, dlosses (N) float; status one status word; workspace
-// plan.bytes. Row-major, device memory, aligned to their element only, none overlapping another. Which of dX, dW, dbias
-// and bias there are, the plan says: those are not null, the others are. losses, lse, dlosses (1) and status may be
-// null. What the workspace holds does not matter, before or after. W may be the embedding's table: then dW is its
-// gradient's first part, to which encoder_backward adds the other.
+// A run:  dX (N, C) floatX, dW (V, C) and dbias (V) gradX, to which is added, losses (N) and lse (N) float; X (N, C), W
+// (V, C) and bias (V) floatX, targets (N) int32, dlosses (N) float; status one status word; workspace plan.bytes, at a
+// multiple of 256. Row-major, device memory, all others aligned to their element only, none overlapping another. Which
+// of dX, dW, dbias and bias there are, the plan says: those are not null, the others are. losses, lse, dlosses (1) and
+// status may be null. What the workspace holds does not matter, before or after. W may be the embedding's table: then
+// dW is its gradient's first part, to which encoder_backward adds the other.
 //
 // Targets, options and rows that are not finite are as in classifier_fused.cu. Rows that are ignored have no part in
 // any gradient, if what X holds there is finite. A bad target makes its row of dX and, as it is a term of each of their
@@ -1365,7 +1391,8 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
 //
 // Nothing is allocated and nobody waited for: a run is launches, in the order of `stream` (those on the plan's own
 // stream begin behind what is in `stream` and end before what follows), so that it can be captured in a CUDA graph.
-// Returns cudaErrorInvalidValue for pointers that are not as the plan says, or what a launch or cuBLASLt returned.
+// Returns cudaErrorInvalidValue for pointers that are not as the plan says, cudaErrorMisalignedAddress for such a
+// workspace, or what a launch or cuBLASLt returned.
 //
 // Sources: chunks of rows with the gradient formed in place of the logits are Liger Kernel's fused linear cross
 // entropy; statistics first, then tiles of the vocabulary whose logits are made again, are Cut Cross-Entropy's (Wijmans
@@ -1391,11 +1418,11 @@ template <typename floatX, typename gradX>
 struct LmHeadRun {
     const LmHead &plan;
     LmHeadArguments<floatX, gradX> args;
-    char *workspace;
+    char *const workspace;
     bool aligned;
 
-    LmHeadRun(const LmHead &plan, const LmHeadArguments<floatX, gradX> &args) : plan(plan), args(args) {
-        workspace = (char *)(((uintptr_t)args.workspace + 255) / 256 * 256);
+    LmHeadRun(const LmHead &plan, const LmHeadArguments<floatX, gradX> &args)
+        : plan(plan), args(args), workspace(args.workspace) {
         const size_t C = plan.problem.C;
         uintptr_t all = (uintptr_t)args.X | (uintptr_t)args.W | (uintptr_t)args.bias | (uintptr_t)args.dX;
         all |= (uintptr_t)args.dW;
@@ -1797,6 +1824,7 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
                             (args.dbias != nullptr) == p.dbias && (args.bias != nullptr) == p.bias;
     const bool has_inputs = (args.X || p.C == 0) && (args.W || p.C == 0 || p.V == 0) && args.targets && args.workspace;
     if (!as_planned || !has_inputs || lm_head_size(p.type) != sizeof(floatX)) return cudaErrorInvalidValue;
+    if ((uintptr_t)args.workspace % WORKSPACE_ALIGNMENT != 0) return cudaErrorMisalignedAddress;
     const LmHeadRun<floatX, gradX> run(plan, args);
     if (!run.possible()) return cudaErrorNotSupported;
     if (args.status) {
@@ -1828,6 +1856,7 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
 template <typename floatX, typename gradX>
 cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
     constexpr int rounds = 4;  // of which the first is a warm-up
+    if ((uintptr_t)args.workspace % WORKSPACE_ALIGNMENT != 0) return cudaErrorMisalignedAddress;
     const LmHeadRun<floatX, gradX> run(plan, args);
     cudaEvent_t start = nullptr, stop = nullptr;
     cudaError_t error = cudaEventCreate(&start);

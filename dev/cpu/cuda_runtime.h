@@ -79,6 +79,7 @@ inline thread_local uint3 threadIdx, blockIdx, blockDim, gridDim;
     E(cudaErrorInvalidResourceHandle, 400, "invalid resource handle")                                                  \
     E(cudaErrorIllegalState, 401, "the operation cannot be performed in the present state")                            \
     E(cudaErrorNotReady, 600, "device not ready")                                                                      \
+    E(cudaErrorMisalignedAddress, 716, "misaligned address")                                                           \
     E(cudaErrorLaunchFailure, 719, "unspecified launch failure")                                                       \
     E(cudaErrorNotSupported, 801, "operation not supported")                                                           \
     E(cudaErrorStreamCaptureUnsupported, 900, "operation not permitted when stream is capturing")                      \

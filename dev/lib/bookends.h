@@ -174,7 +174,7 @@ int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int flags, const b
 /* Null is none. No call of it may be under way; a CUDA graph that holds one may outlive it. */
 void bk_lm_head_destroy(bk_lm_head *plan);
 
-/* Bytes of workspace that the plan's runs need, at any alignment; within `memory`. */
+/* Bytes of workspace that the plan's runs need, at a multiple of 256; within `memory`. */
 size_t bk_lm_head_workspace_bytes(const bk_lm_head *plan);
 
 /* Tries the algorithms that cuBLASLt proposes for the plan's products, on memory that is aligned as that of the runs
@@ -198,8 +198,8 @@ int bk_lm_head_tune(bk_lm_head *plan, void *dX, void *dW, const void *X, const v
  *   targets    (N), in 0..V-1, or options->ignore_index
  *   dlosses    (N) float, factors of the rows' gradients beside options->dloss; null: 1
  *   status     may be null; else as for bk_classifier_fused
- *   workspace  device memory of bk_lm_head_workspace_bytes(), aligned in any way; what it holds does not matter, before
- *              or after
+ *   workspace  device memory of bk_lm_head_workspace_bytes(), at a multiple of 256 bytes, as cudaMalloc's is (else
+ *              BK_ERROR_CUDA and cudaErrorMisalignedAddress); what it holds does not matter, before or after
  *
  * Of dX, dW, dbias and bias those that the plan has must be there and the others null, else BK_ERROR_NULL; where C or V
  * of 0 leaves one no elements, either will do. The arrays must not overlap. Rows with ignore_index have loss 0, and no

@@ -126,7 +126,7 @@ def least_memory(N, C, V, flags, dtype, grad, version):
 
 
 class Case:
-    """offset: by how many elements each array is off a multiple of 256 bytes."""
+    """offset: by how many elements each array but the workspace is off a multiple of 256 bytes."""
 
     def __init__(self, dtype, grad, N, C, V, seed=0, bias=True, targets=None, dlosses=False, spread=2.0, offset=0,
                  X=None, **options):
@@ -169,7 +169,7 @@ class Case:
                       for name, bits in self.bits.items()}
             targets, status = Array(N, np.int32).put(self.targets), status_array()
             dlosses = None if self.dlosses is None else Array(N, np.float32).put(self.dlosses)
-            workspace = Array(bytes_, np.uint8, fill, self.offset)
+            workspace = Array(bytes_, np.uint8, fill)
             if tune:
                 code = bookends.lm_head_tune(plan, arrays.get("dX"), arrays.get("dW"), inputs["X"], inputs["W"],
                                              inputs.get("bias"), workspace)
@@ -617,6 +617,11 @@ def test_pointers_that_are_not_as_planned(version):
             assert bookends.lm_head_run(plan, *given)[0] == bookends.ERROR_NULL, name
         assert bookends.lm_head_run(forward, *arrays.values())[0] == bookends.ERROR_NULL
         assert bookends.lm_head_run(None, *arrays.values())[0] == bookends.ERROR_NULL
+        for offset in (4, 128):  # cudaErrorMisalignedAddress
+            arrays["workspace"] = Array(bookends.library().bk_lm_head_workspace_bytes(plan), np.uint8, offset=offset)
+            assert bookends.lm_head_run(plan, *arrays.values())[0] == bookends.ERROR_CUDA + 716
+            given = [arrays[name] for name in ("dX", "dW", "X", "W", "bias", "workspace")]
+            assert bookends.lm_head_tune(plan, *given) == bookends.ERROR_CUDA + 716
         assert all((arrays[name].get() == before[name]).all() for name in names)
 
 
