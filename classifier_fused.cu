@@ -648,7 +648,8 @@ constexpr unsigned STAGED_THREADS = 832;   // at most: 12 warps of readers and o
 constexpr unsigned READING_THREADS = 768;  // at most where there is nothing to write but a row's scalars
 constexpr unsigned VECTORS = 3;            // of a chunk, for a thread, at most
 constexpr unsigned STAGED_VECTORS = 2560;  // of a row, at least
-constexpr unsigned FEW_ROWS = 16;          // a block's
+constexpr unsigned SHARED_VECTORS = 6144;  // of a row that two blocks share where each has few of them, at least
+constexpr unsigned FEW_ROWS = 16;          // at most
 constexpr unsigned LEAVING = 2;            // chunks that are still on their way out when the next one is asked for
 constexpr unsigned MAILS = 2;              // rows that messages are kept of
 
@@ -1133,8 +1134,8 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
 // The plan for rows of so many vectors on blocks that may have `shared` bytes: the fewest blocks a row (1, 2, 4 or 8)
 // that leave the ring room for 2.2 rows, or 8; where nothing is written but scalars, a chunk may go as soon as it was
 // seen, and one block will do. Where a block has few rows, two blocks share each if they are long: then the first is
-// seen and the last is written in half the time. (V = 50304, H200: 4% of the time of 2048 rows, 5% of 640.) False if
-// there is no plan, and for rows of less than 40 KB, whose second read meets the L2.
+// seen and the last is written in half the time. (V = 50304, H200: 4% of the time of 2048 rows, 5% of 640; V = 40960
+// lost 3%.) False if there is no plan, and for rows of less than 40 KB, whose second read meets the L2.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, bool few, int block_size,
                          size_t shared) {
     if (vectors < STAGED_VECTORS) return false;
@@ -1143,7 +1144,7 @@ inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool 
     plan->writers = writes ? (warps - 2) / 2 : 0;  // beside the clerk and the mover
     plan->readers = warps - 2 - plan->writers;
     const unsigned threads = (writes ? plan->writers : plan->readers) * WARP_SIZE;
-    *ranks = few && writes && vectors >= 2 * STAGED_VECTORS ? 2 : 1;
+    *ranks = few && writes && vectors >= SHARED_VECTORS ? 2 : 1;
     while (writes && *ranks < 8 && (size_t)vectors * 16 / *ranks > shared * 45 / 100) *ranks *= 2;
     const unsigned chunks = ceil_div(vectors, *ranks * threads * VECTORS);  // a block's of a row
     // Equal shares for all blocks; for a single one, chunks of whole rounds of its threads.

@@ -1159,9 +1159,10 @@ struct Harness {
     // few times only.
     template <typename Enqueue>
     Times measure(Enqueue enqueue) {
-        const double warm_seconds = ON_CPU ? 0.0 : baseline.name ? 0.5 : 0.05, budget_seconds = ON_CPU ? 0.05 : 0.4;
+        const double budget_seconds = ON_CPU ? 0.05 : 0.4;
         double start = seconds_now();
         const double once = time_runs(1, true, enqueue)[0];
+        const double warm_seconds = ON_CPU ? 0.0 : baseline.name && once > 1 ? 0.5 : 0.05;
         while (seconds_now() - start < warm_seconds) time_runs(once > 5 ? 1 : 10, true, enqueue);
         const bool slow = once > 20;
         const int batch = repeat > 0 ? repeat : ON_CPU ? 5 : slow ? 3 : 10;
