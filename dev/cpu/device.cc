@@ -1027,6 +1027,8 @@ void tensor_store(const void *map, int rank, const int32_t *at, const void *from
     worker &w = *self;
     unsigned bytes;
     const tile t = find_tile(map, rank, at, &bytes);
+    if (t.at[0] < 0 || t.at[1] < 0) // of a load it may; here it is an illegal instruction on an H200
+        fail("cp_async_bulk_tensor to %d, %d: a store begins inside or behind its tensor", t.at[0], t.at[1]);
     check_tile(w, t, t.of.base, from, bytes, from);
     w.stores.push_back({t.of.base, from, bytes, w.groups[thread_index] + 1, thread_index, t});
 }

@@ -1225,7 +1225,8 @@ const tensor_spec tensor_specs[] = {
     {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {77, 19}, 336, {20, 7}, CU_TENSOR_MAP_SWIZZLE_NONE},
     {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, {1000, 300}, 2000, {256, 200}, CU_TENSOR_MAP_SWIZZLE_NONE}};
 
-// A box may begin anywhere in its tensor or outside, at multiples of 16 bytes from the row's beginning.
+// A box may begin anywhere in its tensor or outside, at multiples of 16 bytes from the row's beginning; but one that is
+// stored, not in front of it.
 const int corners[][2] = {{0, 0},   {8, 3},   {16, 5},   {-8, 2},   {8, -1},   {-16, -5}, {72, 6},   {8, 14},
                           {72, 15}, {88, 35}, {-24, -6}, {-304, 0}, {0, -300}, {1000, 2}, {8, 1000}, {-24, 18}};
 
@@ -1348,7 +1349,8 @@ template <class T> void test_tensor_store(const tensor_spec &spec, dim3 grid, in
 
 template <class T> void test_tensor_stores(const tensor_spec &spec) {
     for (const auto &corner : corners) {
-        test_tensor_store<T>(spec, 1, {8, 2}, {corner[0], corner[1]}, false);
+        if (corner[0] >= 0 && corner[1] >= 0)
+            test_tensor_store<T>(spec, 1, {8, 2}, {corner[0], corner[1]}, false);
         test_tensor_store<T>(spec, 1, {corner[0], corner[1]}, {8, 2}, false);
     }
     const dim3 all((unsigned)(spec.dims[0] + spec.box[0] - 1) / spec.box[0],
@@ -2019,6 +2021,10 @@ template <int column> __global__ void box_amid(int *) {
     __shared__ alignas(128) char tile[4096];
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &box_map, {column, 0}, tile);
 }
+__global__ void box_in_front(int *) {
+    __shared__ alignas(128) char tile[4096];
+    ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &box_map, {0, -1}, tile);
+}
 __global__ void box_no_map(int *out) {
     __shared__ alignas(128) char tile[4096];
     ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, out, {0, 0}, tile);
@@ -2071,7 +2077,8 @@ void case_error_tensor() {
     expect_kernel_error(box_bad<1, 0>, "box_bad<1, 0>", 1, ": 1 coordinates in a tensor of 2 dimensions");
     KERNEL_ERROR(box_store_bad, 1, crooked);
     expect_kernel_error(box_amid<6>, "box_amid<6>", 1, ": column 6 is no multiple of 16 bytes");
-    expect_kernel_error(box_amid<-3>, "box_amid<-3>", 1, ": column -3 is no multiple of 16 bytes");
+    expect_kernel_error(box_amid<-4>, "box_amid<-4>", 1, " to -4, 0: a store begins inside or behind its tensor");
+    KERNEL_ERROR(box_in_front, 1, " to 0, -1: a store begins inside or behind its tensor");
     KERNEL_ERROR(box_no_map, 1, "cp_async_bulk_tensor: there is no tensor map at ");
     KERNEL_ERROR(box_map_crooked, 1, " is not aligned to 64 bytes");
     KERNEL_ERROR(box_narrow, 1, "cp_async_bulk_tensor of rows of 64 bytes, with a swizzle of 128");
