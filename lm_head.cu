@@ -408,8 +408,9 @@ constexpr unsigned BOX_ROWS = 16, BOX_COLUMNS = 64, BOX_BYTES = BOX_ROWS * BOX_C
 constexpr unsigned WARP_BOXES = 2;                                                           // that a warp has room for
 constexpr size_t PRODUCT_SHARED = PRODUCT_STAGES * (X_BYTES + W_BYTES) + 2 * GROUP / WARP_SIZE * WARP_BOXES * BOX_BYTES;
 
-// Rows of a matrix of 16 bits, for bulk copies of `box_rows` by 64 columns to and from swizzled shared memory; what is
-// behind the last column or row is 0, and not written. The address and the stride are multiples of 16 bytes.
+// Rows of a matrix of 16 bits, for bulk copies of `box_rows` by 64 columns to and from swizzled shared memory. What is
+// behind the last column or row is 0, and not written but for the rest of a row's last 16 bytes. The address and the
+// stride are multiples of 16 bytes.
 template <typename floatX>
 cudaError_t map_rows(CUtensorMap *map, const floatX *begin, unsigned columns, unsigned rows, size_t stride,
                      unsigned box_rows) {

@@ -881,13 +881,20 @@ unsigned mbarrier_parity(uint64_t state) {
     return unpack(state).phase;
 }
 
+// Where a row of a tensor ends for a copy, in bytes from its beginning: stores write all of its last 16 bytes (so does an
+// H200), even if the tensor has only some of them.
+static int64_t row_end(const tensor &of, bool load) {
+    const int64_t bytes = (int64_t)of.dims[0] * of.element_bytes;
+    return load ? bytes : (bytes + 15) / 16 * 16;
+}
+
 // Moves what is inside of the tensor; the rest of the box becomes 0 in shared memory. A swizzle moves the 16-byte parts
 // of every 128 bytes of shared memory: the number of each, bits 4 to 6 of its address, is XORed with bits 7 to 9.
 static void move_tile(const tile &t, char *shared, bool load) {
     const tensor &of = t.of;
     const int64_t size = of.element_bytes, row = of.box[0] * size, part = of.swizzled ? 16 : row, x = t.at[0];
     const int64_t begin = std::clamp<int64_t>(-x * size, 0, row);
-    const int64_t end = std::clamp<int64_t>(((int64_t)of.dims[0] - x) * size, begin, row); // of a row, inside
+    const int64_t end = std::clamp<int64_t>(row_end(of, load) - x * size, begin, row); // of a row, inside
     for (uint32_t r = 0; r < of.box[1]; r++) {
         const int64_t y = t.at[1] + (int64_t)r;
         const bool inside = y >= 0 && y < (int64_t)of.dims[1];
@@ -1008,11 +1015,11 @@ static void check_tile(const worker &w, const tile &t, const void *to, const voi
     check_bulk(w, name, to, from, bytes, shared);
     check_memory(shared, bytes);
 #ifdef __SANITIZE_ADDRESS__
-    const int64_t size = of.element_bytes, x = t.at[0];
-    const int64_t begin = std::max<int64_t>(x, 0), end = std::min<int64_t>(x + of.box[0], (int64_t)of.dims[0]);
+    const int64_t size = of.element_bytes, x = t.at[0] * size;
+    const int64_t begin = std::max<int64_t>(x, 0), end = std::min(x + of.box[0] * size, row_end(of, shared == to));
     const int64_t last = std::min<int64_t>(t.at[1] + (int64_t)of.box[1], (int64_t)of.dims[1]);
     for (int64_t y = std::max(t.at[1], 0); begin < end && y < last; y++)
-        check_memory(of.base + y * (int64_t)of.row_bytes + begin * size, (end - begin) * size);
+        check_memory(of.base + y * (int64_t)of.row_bytes + begin, end - begin);
 #endif
 }
 

@@ -1210,6 +1210,9 @@ struct tensor_spec {
     bool inside(long long row, long long column) const {
         return row >= 0 && row < (long long)dims[1] && column >= 0 && column < (long long)dims[0];
     }
+    bool stored(long long row, long long column) const { // to: the last 16 bytes of a row are written as a whole
+        return inside(row, column / (16 / size()) * (16 / size()));
+    }
     size_t in_box(size_t row, size_t column) const { // where in shared memory, in elements
         size_t byte = (row * box[0] + column) * size();
         if (swizzle == CU_TENSOR_MAP_SWIZZLE_128B) byte ^= (byte >> 7 & 7) << 4;
@@ -1316,7 +1319,7 @@ template <class T> void test_tensor_store(const tensor_spec &spec, dim3 grid, in
     auto want = std::vector<T>(in.size());
     for (int r = 0; r < (int)(grid.y * spec.box[1]); r++)
         for (int c = 0; c < (int)(grid.x * spec.box[0]); c++) {
-            if (!spec.inside(to_at.y + r, to_at.x + c)) continue;
+            if (!spec.stored(to_at.y + r, to_at.x + c)) continue;
             const bool there = spec.inside(at.y + r, at.x + c);
             want[spec.at(to_at.y + r, to_at.x + c)] = there ? in[spec.at(at.y + r, at.x + c)] : (T)0;
         }
