@@ -1023,8 +1023,8 @@ inline bool plan_epilogue(LmHead &plan, size_t memory) {
             const int units =
                 largest_that_fits(1, ceil_div(most, unit), [&](int n) { return fits(height, width_of(n)); });
             // As wide as can be, or so that each multiprocessor has the same number of tiles.
-            const int down = ceil_div(height, (int)PRODUCT_ROWS), SMs = plan.device.multiprocessors;
-            for (const int n : {units, units * down / SMs * SMs / down}) {
+            const long long down = ceil_div(height, (int)PRODUCT_ROWS), SMs = plan.device.multiprocessors;
+            for (const int n : {units, (int)(units * down / SMs * SMs / down)}) {
                 if (n < 1 || !fits(height, even_pieces(p.V, width_of(n), std::min(unit, most)))) continue;
                 const double cost = lm_head_cost(plan);
                 if (cost < least) least = cost, rows = plan.rows, columns = plan.columns;
