@@ -98,6 +98,7 @@ __global__ void lm_head_no_channels_kernel(floatX *logits, const floatX *bias, u
 // as long (V = 50257, H200). So of 128 columns or more its products have a multiple of 8, and these kernels the rest,
 // the tail: that is where logits, dlogits, W and dW begin here.
 constexpr unsigned MOST_TAIL = 7;
+constexpr unsigned TAIL_THREADS = WARP_SIZE * WARP_SIZE;  // of a block that makes dW
 
 // A warp a row, and a lane `width` channels at a time. They are few bytes, whose way is what takes time: so many are on
 // it at once.
@@ -142,18 +143,18 @@ __global__ void lm_head_tail_dX_kernel(T *dX, const float *sums, const floatX *d
 // A row of dW, blockIdx.y, is added to, or written. 32 warps have 32 channels, each every 32nd row of X, of which a
 // thread has 16 on their way.
 template <typename floatX, typename T>
-__global__ void __launch_bounds__(WARP_SIZE *WARP_SIZE)
+__global__ void __launch_bounds__(TAIL_THREADS)
     lm_head_tail_dW_kernel(T *dW, const floatX *dlogits, const floatX *X, unsigned rows, unsigned C, unsigned P,
                            bool add) {
-    constexpr unsigned threads = WARP_SIZE * WARP_SIZE, most = 16;
-    __shared__ float factors[threads], partial[WARP_SIZE][WARP_SIZE];
+    constexpr unsigned most = 16;
+    __shared__ float factors[TAIL_THREADS], partial[WARP_SIZE][WARP_SIZE];
     const unsigned lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
     const unsigned c = blockIdx.x * WARP_SIZE + lane, j = blockIdx.y;
     T *const mine = dW + (size_t)j * C + c;
     const float before = add && warp == 0 && c < C ? (float)*mine : 0.0f;
     float sum = 0;
-    for (unsigned first = 0; first < rows; first += threads) {
-        const unsigned count = min(threads, rows - first);
+    for (unsigned first = 0; first < rows; first += TAIL_THREADS) {
+        const unsigned count = min(TAIL_THREADS, rows - first);
         __syncthreads();  // the factors before have been used
         if (threadIdx.x < count) factors[threadIdx.x] = (float)dlogits[(size_t)(first + threadIdx.x) * P + j];
         __syncthreads();
@@ -1544,7 +1545,7 @@ struct LmHeadRun {
             if (error != cudaSuccess || tail_of(tile) == 0) return error;
             const dim3 grid(ceil_div((unsigned)C, (unsigned)WARP_SIZE), tail_of(tile));
             lm_head_tail_dW_kernel<floatX, std::remove_pointer_t<decltype(dW)>>
-                <<<grid, WARP_SIZE * WARP_SIZE, 0, stream>>>(dW + whole * C, dlogits + whole, X, count, C, plan.P, add);
+                <<<grid, TAIL_THREADS, 0, stream>>>(dW + whole * C, dlogits + whole, X, count, C, plan.P, add);
             return cudaGetLastError();
         };
         if (!plan.float_dW()) return make(tile_dW);
