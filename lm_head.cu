@@ -747,7 +747,7 @@ enum LmHeadWay {
     LM_HEAD_EPILOGUE     // the same, by a product of our own; the first pass has no logits at all
 };
 
-// What plans go by; way and overlap are for version 6 to do otherwise, to see what it is worth.
+// What plans go by. With --way and --overlap, version 6 can be made to do otherwise, to see what its choice is worth.
 struct LmHeadTuning {
     bool overlap = true;      // of tiles, the classifier of one beside the products of others, on a second stream
     int way = -1;             // an LmHeadWay; -1: whichever costs less
@@ -857,7 +857,8 @@ struct LmHead {
 
 inline size_t lm_head_size(cudaDataType_t type) { return type == CUDA_R_32F ? 4 : 2; }
 
-// Multiples of 128 columns, so that rows begin where the memory likes it; they cost 3% at most.
+// From 4096 columns on a multiple of 128, so that rows begin where the memory likes it, which costs 3% at most; else of
+// 8, for 16 bytes.
 inline long long lm_head_pad(long long columns) {
     const int unit = columns >= 4096 ? 128 : 8;
     return ceil_div(columns, (long long)unit) * unit;
@@ -881,10 +882,12 @@ inline bool lm_head_layout(LmHead &plan) {
     };
     const double rows = plan.rows, V = p.V, C = p.C;
     const double seen = plan.way == LM_HEAD_EPILOGUE ? (double)plan.runs * p.N : rows;
+    // First what both passes need, then what the first leaves to lm_head_finish_kernel; in version 5's way, nothing of
+    // what follows is there yet when that is done, so it takes the same place.
     plan.gradients = part(plan.by_tiles() && plan.gradient(), std::min(seen, (double)p.N) * sizeof(ClassifierGradient));
     plan.seen = part(plan.way != LM_HEAD_ROWS, seen * std::max(sizeof(TiledRow), sizeof(OnlineSoftmax)));
     const size_t statistics_end = next;
-    if (plan.way == LM_HEAD_EPILOGUE) next = plan.seen;  // all that follows comes when they are done with
+    if (plan.way == LM_HEAD_EPILOGUE) next = plan.seen;
     plan.logits = part(true, plan.buffers * rows * plan.P * lm_head_size(p.type));
     plan.probs = part(plan.way == LM_HEAD_TEXTBOOK, rows * V * sizeof(float));
     plan.dX = part(plan.float_dX(), rows * C * sizeof(float));
@@ -956,6 +959,7 @@ inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap) {
         if (columns < p.V) columns = columns / unit_columns * unit_columns;
         for (int buffers = overlap ? 2 : 1; buffers >= 1; buffers--) {
             const int most = largest_that_fits(1, p.N, [&](int rows) { return fits(rows, columns, buffers); });
+            // If all rows don't fit: that many at least, or tiles are halved, whose float dX takes the room.
             const bool enough = columns <= 8 ? most >= 1 : columns <= 128 ? most >= 32 : columns <= 1024 && most >= 512;
             if (most < p.N && (one_block || !enough)) continue;
             const int unit = most >= 128 ? 128 : 1;
@@ -1045,8 +1049,9 @@ inline bool plan_epilogue(LmHead &plan, size_t memory) {
 // What a plan costs, as bytes of DRAM that would take as long. A product takes the time of its operations or of its
 // memory traffic, and where the two are about as long, somewhat more than either; adding to sums in float takes 1.7
 // times as long as copying as much; with one side as short as a tile's it is 12% slower. Then there is what a kernel
-// takes to start and to end, and what the classifier moves. (Fitted to what products and whole plans took on an H200,
-// of 128 to 8192 rows and C from 768 to 4096: most within 10%.)
+// takes to start and to end, and what the classifier moves; version 5's statistics take about as long as reading the
+// logits would. (Its numbers, exponents among them, are fitted to what products and whole plans took on an H200, of 128
+// to 8192 rows and C from 768 to 4096: most within 10%. They are ratios of times, and other GPUs' are much the same.)
 inline double lm_head_cost(const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
     const double N = p.N, C = std::max(p.C, 1), V = p.V, size = lm_head_size(p.type), launch = p.tuning.launch;
@@ -1089,22 +1094,35 @@ inline double lm_head_cost(const LmHead &plan) {
     return blocks * tiles * (again * make + look + dX + dW);
 }
 
-// The way, the sizes and the workspace. False if the budget is too small.
-inline bool lm_head_plan(LmHead &plan, size_t memory) {
+// Whether a plan makes sense: with blocks of 128 rows and tiles of 128 columns, or all there are, and version 5 with
+// its own product if there is one.
+inline bool lm_head_comfortable(const LmHead &plan) {
+    const LmHeadProblem &p = plan.problem;
+    const int most = p.tuning.columns > 0 ? std::min(p.tuning.columns, 128) : 128;
+    const int unit = most >= 128 ? 128 : most >= 8 ? 8 : 1, columns = most / unit * unit;
+    const int wanted_columns = columns < p.V ? even_pieces(p.V, columns, unit) : p.V;
+    const bool as_such = p.version != 5 || plan.way == LM_HEAD_EPILOGUE || !has_epilogue(plan);
+    return as_such && plan.rows >= std::min(p.N, 128) && plan.columns >= wanted_columns;
+}
+
+// The way, the sizes and the workspace. False if the budget is too small (comfortable: for a plan that makes sense).
+inline bool lm_head_plan(LmHead &plan, size_t memory, bool comfortable = false) {
     const LmHeadProblem p = plan.problem;
     const bool bounded = p.version >= 3 && p.V > 0;
     const bool products = p.V > 0 && p.C > 0;
     auto at_most = [&](double bytes) {
-        return products ? (size_t)std::min(bytes, (double)p.tuning.most_gemm_bytes) : 0;
+        const double of_problem = std::max((double)p.N * p.V * lm_head_size(p.type) / 4, 0x1p20);
+        return products ? (size_t)std::min({bytes, of_problem, (double)p.tuning.most_gemm_bytes}) : 0;
     };
     if (!bounded) {  // all at once
-        plan.gemm_bytes = at_most(std::max((double)p.N * p.V * lm_head_size(p.type) / 4, 0x1p20));
+        plan.gemm_bytes = at_most(INFINITY);
         plan.way = p.version == 1 ? LM_HEAD_TEXTBOOK : LM_HEAD_ROWS;
         plan.rows = p.N;
         plan.columns = p.V;
         return lm_head_layout(plan);
     }
-    const double shares[] = {8, 32, INFINITY};  // 25% is a quarter of the rows exactly, if nothing else takes room
+    // cuBLASLt's scratch: an eighth of the budget, less, or none: then 25% holds a quarter of the rows exactly.
+    const double shares[] = {8, 32, INFINITY};
     double least = INFINITY;
     auto consider = [&](LmHeadWay way, double share, bool overlap) {  // of the budget, cuBLASLt's is a share
         LmHead other;
@@ -1114,7 +1132,7 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
         const bool fits = way == LM_HEAD_ROWS         ? plan_rows(other, memory)
                           : way == LM_HEAD_VOCABULARY ? plan_vocabulary(other, memory, overlap)
                                                       : plan_epilogue(other, memory);
-        const double cost = fits ? lm_head_cost(other) : INFINITY;
+        const double cost = fits && (!comfortable || lm_head_comfortable(other)) ? lm_head_cost(other) : INFINITY;
         if (cost < least) least = cost, plan = other;
     };
     const int only = p.version == 3   ? LM_HEAD_ROWS
@@ -1138,19 +1156,13 @@ inline bool lm_head_plan(LmHead &plan, size_t memory) {
     return least < INFINITY;
 }
 
-// The least that the version can do with; comfortable: with blocks of 128 rows, or tiles of 128 columns,
-// and with version 5's own product if there is one.
+// The least that the version can do with; comfortable: with a plan that makes sense.
 inline size_t lm_head_least_bytes(const LmHeadProblem &problem, const LmHeadDevice &device, bool comfortable = false) {
-    const int most = problem.tuning.columns > 0 ? std::min(problem.tuning.columns, 128) : 128;
-    const int unit = most >= 128 ? 128 : most >= 8 ? 8 : 1, columns = most / unit * unit;
-    const int wanted_columns = columns < problem.V ? even_pieces(problem.V, columns, unit) : problem.V;
     auto possible = [&](size_t memory) {
         LmHead plan;
         plan.problem = problem;
         plan.device = device;
-        if (!lm_head_plan(plan, memory)) return false;
-        const bool as_such = problem.version != 5 || plan.way == LM_HEAD_EPILOGUE || !has_epilogue(plan);
-        return !comfortable || (as_such && plan.rows >= std::min(problem.N, 128) && plan.columns >= wanted_columns);
+        return lm_head_plan(plan, memory, comfortable);
     };
     size_t bad = 0, good = 4096;
     for (; good < SIZE_MAX / 4 && !possible(good); good *= 2) bad = good;
@@ -1349,8 +1361,8 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
                     "sm_90a on such a device");
     }
     if (!lm_head_plan(plan, p.memory)) {
-        return fail(cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: version %d needs %zu here", p.memory,
-                    p.version, lm_head_least_bytes(p, plan.device));
+        return fail(cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: %zu are needed here", p.memory,
+                    lm_head_least_bytes(p, plan.device));
     }
     cublasStatus_t status = cublasLtCreate(&plan.handle);
     if (status != CUBLAS_STATUS_SUCCESS) {
@@ -2148,6 +2160,8 @@ void lm_head_race(Harness &h) {
     if (h.version > 0 && h.version < 4 && problem.tuning.columns > 0) {
         h.refuse(EXIT_BAD_INPUT, "--columns: version %d has no tiles; it goes with versions 4 to 6", h.version);
     }
+    if (way == "rows" && problem.tuning.columns > 0) h.refuse(EXIT_BAD_INPUT, "--columns: --way rows has no tiles");
+    if (forward && gradients != "both") h.refuse(EXIT_BAD_INPUT, "--gradients: --forward has none");
 
     // The points: budgets. A share that is too small means the least that makes sense.
     const double logits_bytes = (double)N * V * sizeof(floatX);
@@ -2157,6 +2171,7 @@ void lm_head_race(Harness &h) {
         h.refuse(EXIT_BAD_INPUT, "--memory: '%s' is neither MiB nor a share of the logits, like 64 or 10%%",
                  budgets[0].c_str());
     }
+    if (sweep && budgets[0] != "25%") h.refuse(EXIT_BAD_INPUT, "--memory: --sweep memory has budgets of its own");
     if (sweep) budgets = {"100%", "50%", "25%", "10%", "5%", "2%", "1%"};
     h.swept = "--memory";
     h.points = budgets;
@@ -2190,7 +2205,8 @@ void lm_head_race(Harness &h) {
     h.skip = [=](int version) -> std::string {
         if (sweep && version <= 2) return "it holds all the logits, whatever the budget";
         const Plan &plan = (*plans)[version][0];
-        return plan->handle ? "" : "--memory " + budgets[0] + ": " + plan->what;
+        if (plan->handle) return "";
+        return (strstr(plan->what, "scratch") ? "--memory " + budgets[0] + ": " : "") + plan->what;
     };
     if (h.version > 0 && !h.skip(h.version).empty()) {  // before the inputs are made
         h.refuse(EXIT_BAD_INPUT, "version %d: %s", h.version, h.skip(h.version).c_str());
@@ -2373,7 +2389,7 @@ int main(int argc, char **argv) {
                {"--lse", {}, "the logarithm of each row's sum too"},
                {"--bias", {}, "a bias, and its gradient with dW's"},
                {"--tf32", {}, "fp32 products from inputs that are rounded to TF32"},
-               {"--sweep", {"none", "memory"}, "budgets from 100% to 1%"},
+               {"--sweep", {"none", "memory"}, "time against memory, at budgets from 100% to 1%"},
                {"--way", {"auto", "rows", "vocabulary", "epilogue"}, "version 6: which way to take"},
                {"--overlap", {"on", "off"}, "version 6: the classifier of a tile beside the products of others"},
                {"--graph", {}, "launches are captured once, as a CUDA graph"}},

@@ -1,6 +1,6 @@
 /* Bookends as a C library: one function per operation.
  *
- * Every function works on device memory (on the CPU device: any memory), launches on `stream` (a cudaStream_t; null is
+ * Every function works on device memory (on the CPU device: any memory; aligned as is said), launches on `stream` (a cudaStream_t; null is
  * the default stream) and returns at once: nothing is allocated, printed or synchronised, so that a call may be
  * captured in a CUDA graph (what makes, tunes and destroys the LM head's plans says what it does). It returns BK_OK or
  * an error that bk_error_string() puts into words; a refused call launches nothing. Tensors are row-major and need only
@@ -146,7 +146,7 @@ typedef struct bk_lm_head bk_lm_head;
 enum {
     BK_LM_HEAD_DX = 1,
     BK_LM_HEAD_DW = 2,
-    BK_LM_HEAD_DBIAS = 4,
+    BK_LM_HEAD_DBIAS = 4, /* of a bias that there is, or may be 0 */
     BK_LM_HEAD_BIAS = 8, /* the logits have a bias */
     BK_LM_HEAD_TF32 = 16 /* the products of BK_FP32 round their inputs to TF32; of no effect on other types */
 };
@@ -180,7 +180,7 @@ size_t bk_lm_head_workspace_bytes(const bk_lm_head *plan);
 /* Tries the algorithms that cuBLASLt proposes for the plan's products, on memory that is aligned as that of the runs
  * will be, and remembers the fastest; without it, a plan takes what cuBLASLt proposes first. The one function that waits
  * for the stream. dX, dW and the workspace hold anything afterwards: its place is before the first run, and dW is to be
- * zeroed (or filled with what is added to) between the two. Pointers as for bk_lm_head_run. */
+ * zeroed (or filled with what is added to) between the two. Pointers and workspace as for bk_lm_head_run. */
 int bk_lm_head_tune(bk_lm_head *plan, void *dX, void *dW, const void *X, const void *W, const void *bias,
                     void *workspace, bk_stream stream);
 

@@ -770,6 +770,17 @@ def test_with_and_without_a_blas(dtype, blas):
     assert (result.returncode, result.stdout.count(": ok")) == (0, len(VERSIONS)), result
 
 
+@pytest.mark.parametrize("rows", (128, 256, 512, 1024))
+def test_a_share_is_kept(rows):
+    """By version 6 wherever another version's plan keeps it."""
+    def scratch(version):
+        result = head(version, "-b", 1, "-t", rows, "-c", 64, "-v", 2000, "--memory", "10%", "--repeat", 1, "--bench",
+                      "--json", "-")
+        assert result.returncode == 0, result
+        return json.loads(result.stdout)["scratch_pct_of_logits"]
+    assert scratch(6) <= max(10, min(scratch(4), scratch(5)))
+
+
 def test_large_checks_are_of_sampled_rows():
     """Some rows' losses are known, and dW is the sum over those."""
     result = head(3, "-b", 1, "-t", 420, "-c", 1, "-v", 50257, "--check", "--memory", "10%")
@@ -825,7 +836,11 @@ def test_sweep_memory():
 def test_bad_options():
     for value in ("", "x", "0", "-1", "0%", "10%%", "nan", "1e3", "10 %", "1e10", "%", "99999999999"):
         refused("--memory", value, words=["--memory", "'%s'" % value, "MiB"])
-    refused("3", "--memory", "0.0001", words=["version 3", "--memory 0.0001", "too few", "needs"])
+    refused("3", "--memory", "0.0001", words=["version 3", "--memory 0.0001", "too few", "are needed"])
+    refused("6", "--way", "rows", "--columns", 128, words=["--columns", "--way rows"])
+    refused("--forward", "--gradients", "dx", words=["--gradients", "--forward"])
+    refused("--sweep", "memory", "--memory", "10%", words=["--memory", "--sweep memory"])
+    refused("6", "--way", "epilogue", "--dtype", "fp32", words=["no way 'epilogue'"])
     refused("--tf32", words=["--tf32", "bf16"])
     refused("--block-size", "64", words=["--block-size"])
     refused("-p", 304, words=["'-p'"])
@@ -866,7 +881,7 @@ def test_one_version_that_cannot_is_skipped():
     assert result.returncode == 0, result
     lines = result.stdout.splitlines()
     skipped = [line for line in lines if line.startswith("skipped")]
-    assert len(skipped) == 1 and "--memory 0.02" in skipped[0] and "version 3 needs" in skipped[0]
+    assert len(skipped) == 1 and "--memory 0.02" in skipped[0] and "are needed" in skipped[0]
 
 
 def test_help_and_list():
