@@ -1865,9 +1865,10 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
     if (p.N == 0) return cudaSuccess;
     const bool as_planned = (args.dX != nullptr) == p.dX && (args.dW != nullptr) == p.dW &&
                             (args.dbias != nullptr) == p.dbias && (args.bias != nullptr) == p.bias;
-    const bool has_inputs = (args.X || p.C == 0) && (args.W || p.C == 0 || p.V == 0) && args.targets && args.workspace;
+    const bool has_inputs = (args.X || p.C == 0) && (args.W || p.C == 0 || p.V == 0) && args.targets &&
+                            (args.workspace || plan.bytes == 0);
     if (!as_planned || !has_inputs || lm_head_size(p.type) != sizeof(floatX)) return cudaErrorInvalidValue;
-    if ((uintptr_t)args.workspace % WORKSPACE_ALIGNMENT != 0) return cudaErrorMisalignedAddress;
+    if (plan.bytes > 0 && (uintptr_t)args.workspace % WORKSPACE_ALIGNMENT != 0) return cudaErrorMisalignedAddress;
     const LmHeadRun<floatX, gradX> run(plan, args);
     if (!run.possible()) return cudaErrorNotSupported;
     if (args.status) {
@@ -1899,7 +1900,7 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
 template <typename floatX, typename gradX>
 cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
     constexpr int rounds = 4;  // of which the first is a warm-up
-    if ((uintptr_t)args.workspace % WORKSPACE_ALIGNMENT != 0) return cudaErrorMisalignedAddress;
+    if (plan.bytes > 0 && (uintptr_t)args.workspace % WORKSPACE_ALIGNMENT != 0) return cudaErrorMisalignedAddress;
     const LmHeadRun<floatX, gradX> run(plan, args);
     cudaEvent_t start = nullptr, stop = nullptr;
     cudaError_t error = cudaEventCreate(&start);

@@ -218,7 +218,8 @@ static int with_plan(const bk_lm_head *plan, LmHeadArguments<void, void> a, bool
     if (p.V == 0) a.bias = nullptr;
     if (!tuning && ((a.dbias != nullptr) != p.dbias || !a.targets)) return BK_ERROR_NULL;
     if ((a.dX != nullptr) != p.dX || (a.dW != nullptr) != p.dW || (a.bias != nullptr) != p.bias) return BK_ERROR_NULL;
-    if ((!a.X && p.C > 0) || (!a.W && p.C > 0 && p.V > 0) || !a.workspace) return BK_ERROR_NULL;
+    if ((!a.X && p.C > 0) || (!a.W && p.C > 0 && p.V > 0)) return BK_ERROR_NULL;
+    if (!a.workspace && plan->plan.bytes > 0) return BK_ERROR_NULL;
     cudaGetLastError();  // an error that an earlier call left behind is not this launch's
     return with_type(plan->dtype, [&](auto type) {
         typedef decltype(type) floatX;

@@ -353,14 +353,14 @@ def test_arrays_of_no_elements_may_be_null(dtype, grad, version):
     for C, V in ((0, 7), (5, 0), (0, 0)):
         sizes = dict(dX=N * C, dW=V * C, dbias=V, X=N * C, W=V * C, bias=V)
         with plan_for(N, C, V, EVERYTHING, None, 0, dtype, grad, version) as plan:
-            workspace = Array(bookends.library().bk_lm_head_workspace_bytes(plan), np.uint8)
+            sizes["workspace"] = bookends.library().bk_lm_head_workspace_bytes(plan)
             arrays = {name: Array(size, np.uint32) for name, size in sizes.items()}
 
             def run(a):
-                code = bookends.lm_head_tune(plan, a["dX"], a["dW"], a["X"], a["W"], a["bias"], workspace)
+                code = bookends.lm_head_tune(plan, a["dX"], a["dW"], a["X"], a["W"], a["bias"], a["workspace"])
                 losses = Array(N, np.float32)
                 ran, status = bookends.lm_head_run(plan, a["dX"], a["dW"], a["dbias"], losses, None, a["X"], a["W"],
-                                                   a["bias"], targets, None, status_array(), workspace)
+                                                   a["bias"], targets, None, status_array(), a["workspace"])
                 assert ran != OK or (code == OK and status == -1 and not losses.get().any())
                 return ran
 
