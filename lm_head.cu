@@ -917,10 +917,9 @@ inline int even_pieces(int count, int most, int unit) {
 }
 
 // Blocks of rows within the budget: 128 rows or a multiple of that, if so many fit. Each adds to all of dW, so they are
-// as large as can be: of C 2048, V 128256, blocks of 2048 rows, in 25%, took 1.05 times as long as the bare products,
-// and blocks of 1664, in 24.9%, 1.18 times (H200). (To classify a block in parts, beside the products of others, was
-// slower: of C 768, V 50304 in 25% and 10%, two parts took 3% and 9% longer than one, of C 2048, V 128256 in 10%, 5%
-// (H200).)
+// as large as can be: of C 2048, V 128256, blocks of 2048 rows, in 25%, took 5% less time than blocks of 1664, in 24.9%
+// (H200). (To classify a block in parts, beside the products of others, was slower: of C 768, V 50304 in 25% and 10%,
+// two parts took 3% and 9% longer than one, of C 2048, V 128256 in 10%, 5%.)
 inline bool plan_rows(LmHead &plan, size_t memory) {
     const LmHeadProblem &p = plan.problem;
     plan.way = LM_HEAD_ROWS;
