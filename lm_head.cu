@@ -810,6 +810,8 @@ struct Gemm {
 // Of a tile's columns, those that cuBLASLt's products have: a multiple of 8, and the tail has the rest; or all, if few.
 inline int whole_columns(int columns) { return columns >= 128 ? columns / 8 * 8 : columns; }
 
+constexpr size_t WORKSPACE_ALIGNMENT = 256;  // and of its parts
+
 // A plan: made by lm_head_create(), run as often as one likes, by one thread at a time, and destroyed.
 struct LmHead {
     LmHeadProblem problem;
@@ -829,12 +831,14 @@ struct LmHead {
     std::vector<Gemm> gemms;
     cudaStream_t side = nullptr;
     cudaEvent_t made[2] = {}, done[2] = {};  // of the two tiles that are under way
-    char what[240] = "";                     // what was wrong, in words
+    cudaError_t error = cudaSuccess;         // what was wrong,
+    char what[240] = "";                     // and in words
 
     int blocks() const { return rows > 0 ? ceil_div(problem.N, rows) : 0; }
     int tiles() const { return columns > 0 ? ceil_div(problem.V, columns) : 0; }
     bool by_tiles() const { return way == LM_HEAD_VOCABULARY || way == LM_HEAD_EPILOGUE; }
     bool gradient() const { return problem.dX || problem.dW || problem.dbias; }
+    bool can_use(const void *workspace) const { return bytes == 0 || (uintptr_t)workspace % WORKSPACE_ALIGNMENT == 0; }
     // Where a dX is the sum of several tiles' parts, or of a tail's too, it is in float until it is complete.
     bool float_dX() const {
         const bool parts = by_tiles() || whole_columns(columns) < columns;
@@ -863,8 +867,6 @@ inline long long lm_head_pad(long long columns) {
     const int unit = columns >= 4096 ? 128 : 8;
     return ceil_div(columns, (long long)unit) * unit;
 }
-
-constexpr size_t WORKSPACE_ALIGNMENT = 256;  // and of its parts
 
 // The workspace of a plan whose sizes are known. False if it is larger than can be.
 inline bool lm_head_layout(LmHead &plan) {
@@ -1342,7 +1344,7 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     auto known = [](cudaDataType_t type) { return type == CUDA_R_32F || type == CUDA_R_16F || type == CUDA_R_16BF; };
     auto fail = [&](cudaError_t error, auto... words) {
         snprintf(plan.what, sizeof(plan.what), words...);
-        return error;
+        return plan.error = error;
     };
     if (p.N < 0 || p.C < 0 || p.V < 0) return fail(cudaErrorInvalidValue, "a size is negative");
     if (!known(p.type) || (p.gradient_type != p.type && p.gradient_type != CUDA_R_32F)) {
@@ -1867,7 +1869,7 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
     const bool has_inputs = (args.X || p.C == 0) && (args.W || p.C == 0 || p.V == 0) && args.targets &&
                             (args.workspace || plan.bytes == 0);
     if (!as_planned || !has_inputs || lm_head_size(p.type) != sizeof(floatX)) return cudaErrorInvalidValue;
-    if (plan.bytes > 0 && (uintptr_t)args.workspace % WORKSPACE_ALIGNMENT != 0) return cudaErrorMisalignedAddress;
+    if (!plan.can_use(args.workspace)) return cudaErrorMisalignedAddress;
     const LmHeadRun<floatX, gradX> run(plan, args);
     if (!run.possible()) return cudaErrorNotSupported;
     if (args.status) {
@@ -1899,7 +1901,7 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
 template <typename floatX, typename gradX>
 cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
     constexpr int rounds = 4;  // of which the first is a warm-up
-    if (plan.bytes > 0 && (uintptr_t)args.workspace % WORKSPACE_ALIGNMENT != 0) return cudaErrorMisalignedAddress;
+    if (!plan.can_use(args.workspace)) return cudaErrorMisalignedAddress;
     const LmHeadRun<floatX, gradX> run(plan, args);
     cudaEvent_t start = nullptr, stop = nullptr;
     cudaError_t error = cudaEventCreate(&start);
@@ -2192,12 +2194,11 @@ void lm_head_race(Harness &h) {
     size_t most_bytes = 0;
     for (int version = 1; version <= 6; version++) {
         if (h.version != -1 && h.version != version) continue;
+        problem.version = version;
+        const size_t least = version > 2 ? lm_head_least_bytes(problem, device, true) : 0;
         for (const std::string &budget : budgets) {
-            problem.version = version;
             problem.memory = (size_t)std::min(parse_memory(budget, logits_bytes), 0x1p62);
-            if (budget.back() == '%' && version > 2) {
-                problem.memory = std::max(problem.memory, lm_head_least_bytes(problem, device, true));
-            }
+            if (budget.back() == '%') problem.memory = std::max(problem.memory, least);
             (*plans)[version].push_back(make_plan(problem));
             most_bytes = std::max(most_bytes, (*plans)[version].back()->bytes);
         }
@@ -2206,7 +2207,7 @@ void lm_head_race(Harness &h) {
         if (sweep && version <= 2) return "it holds all the logits, whatever the budget";
         const Plan &plan = (*plans)[version][0];
         if (plan->handle) return "";
-        return (strstr(plan->what, "scratch") ? "--memory " + budgets[0] + ": " : "") + plan->what;
+        return (plan->error == cudaErrorMemoryAllocation ? "--memory " + budgets[0] + ": " : "") + plan->what;
     };
     if (h.version > 0 && !h.skip(h.version).empty()) {  // before the inputs are made
         h.refuse(EXIT_BAD_INPUT, "version %d: %s", h.version, h.skip(h.version).c_str());

@@ -881,8 +881,8 @@ unsigned mbarrier_parity(uint64_t state) {
     return unpack(state).phase;
 }
 
-// Where a row of a tensor ends for a copy, in bytes from its beginning: stores write all of its last 16 bytes (so does an
-// H200), even if the tensor has only some of them.
+// Where a row of a tensor ends for a copy, in bytes from its beginning: stores write all of its last 16 bytes (as an
+// H200 does), even if the tensor has only some of them.
 static int64_t row_end(const tensor &of, bool load) {
     const int64_t bytes = (int64_t)of.dims[0] * of.element_bytes;
     return load ? bytes : (bytes + 15) / 16 * 16;
@@ -1006,17 +1006,20 @@ static void check_tile(const worker &w, const tile &t, const void *to, const voi
                        const void *shared) {
     const char *const name = "cp_async_bulk_tensor";
     const tensor &of = t.of;
+    const bool load = shared == to;
     if ((uintptr_t)shared % 128)
         fail("%s of %u bytes from %p to %p: not aligned to 128 bytes in shared memory", name, bytes, from, to);
-    if (t.at[0] * (int64_t)of.element_bytes % 16) // an illegal instruction on an H200
+    if (t.at[0] * (int64_t)of.element_bytes % 16) // an illegal instruction on an H200, as is the next
         fail("%s: column %d is no multiple of 16 bytes", name, t.at[0]);
+    if (!load && (t.at[0] < 0 || t.at[1] < 0))
+        fail("%s to %d, %d: a store begins inside or behind its tensor", name, t.at[0], t.at[1]);
     if (of.swizzled && of.box[0] * of.element_bytes != 128) // where narrower rows come to lie is written nowhere
         fail("%s of rows of %u bytes, with a swizzle of 128", name, of.box[0] * of.element_bytes);
     check_bulk(w, name, to, from, bytes, shared);
     check_memory(shared, bytes);
 #ifdef __SANITIZE_ADDRESS__
     const int64_t size = of.element_bytes, x = t.at[0] * size;
-    const int64_t begin = std::max<int64_t>(x, 0), end = std::min(x + of.box[0] * size, row_end(of, shared == to));
+    const int64_t begin = std::max<int64_t>(x, 0), end = std::min(x + of.box[0] * size, row_end(of, load));
     const int64_t last = std::min<int64_t>(t.at[1] + (int64_t)of.box[1], (int64_t)of.dims[1]);
     for (int64_t y = std::max(t.at[1], 0); begin < end && y < last; y++)
         check_memory(of.base + y * (int64_t)of.row_bytes + begin, end - begin);
@@ -1034,8 +1037,6 @@ void tensor_store(const void *map, int rank, const int32_t *at, const void *from
     worker &w = *self;
     unsigned bytes;
     const tile t = find_tile(map, rank, at, &bytes);
-    if (t.at[0] < 0 || t.at[1] < 0) // of a load it may; here it is an illegal instruction on an H200
-        fail("cp_async_bulk_tensor to %d, %d: a store begins inside or behind its tensor", t.at[0], t.at[1]);
     check_tile(w, t, t.of.base, from, bytes, from);
     w.stores.push_back({t.of.base, from, bytes, w.groups[thread_index] + 1, thread_index, t});
 }
