@@ -95,8 +95,9 @@ __global__ void lm_head_no_channels_kernel(floatX *logits, const floatX *bias, u
 }
 
 // Where 8 doesn't divide the columns, cuBLASLt takes matrices by single elements, and all three products took 6 times
-// as long (V = 50257, H200). So of 128 columns or more its products have a multiple of 8, and these kernels the rest,
-// the tail: that is where logits, dlogits, W and dW begin here.
+// as long (V = 50257, H200). So of 128 columns or more its product for the logits has a multiple of 8, and these kernels
+// the rest, the tail: that is where logits, dlogits, W and dW begin here. (Those for dX and dW are for devices where
+// cuBLASLt has nothing better: see gemm_create().)
 constexpr unsigned MOST_TAIL = 7;
 constexpr unsigned TAIL_THREADS = WARP_SIZE * WARP_SIZE;  // of a block that makes dW
 
@@ -762,6 +763,7 @@ struct LmHeadTuning {
 struct LmHeadDevice {
     int l2 = 0, multiprocessors = 1;
     bool has_product = false;  // of our own
+    bool ragged = false;       // cuBLASLt makes dX and dW of any number of columns: lm_head_create() tries
 };
 
 inline cudaError_t lm_head_device(LmHeadDevice *about) {
@@ -791,8 +793,20 @@ struct LmHeadProblem {
     bool bare = false;  // the products alone, for their time: dW is written, not added to
     ClassifierOptions options = {};
     size_t memory = 0;  // bytes of scratch at most: to be set for versions 3 on; 1 and 2 take what they need
+    bool enough = false;  // or more, where that is too little for the version to make sense
     int version = 6;
     LmHeadTuning tuning = {};
+};
+
+// What cuBLASLt knows of the matrices of d = a b.
+struct GemmMatrices {
+    cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
+
+    void destroy() {
+        for (cublasLtMatrixLayout_t layout : {a, b, d}) {
+            if (layout) cublasLtMatrixLayoutDestroy(layout);
+        }
+    }
 };
 
 // A product, with the algorithm chosen for it.
@@ -802,13 +816,10 @@ struct Gemm {
     int rows, columns;  // of the logits that it makes or reads
     bool aligned;       // whether the matrices begin at multiples of 16 bytes
     cublasLtMatmulDesc_t desc = nullptr;
-    cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
+    GemmMatrices matrices = {};
     std::vector<cublasLtMatmulHeuristicResult_t> candidates = {};
     size_t chosen = 0;
 };
-
-// Of a tile's columns, those that cuBLASLt's products have: a multiple of 8, and the tail has the rest; or all, if few.
-inline int whole_columns(int columns) { return columns >= 128 ? columns / 8 * 8 : columns; }
 
 constexpr size_t WORKSPACE_ALIGNMENT = 256;  // and of its parts
 
@@ -834,6 +845,11 @@ struct LmHead {
     cudaError_t error = cudaSuccess;         // what was wrong,
     char what[240] = "";                     // and in words
 
+    // Of a tile's columns, those that cuBLASLt's product has: a multiple of 8, and the tail has the rest; or all.
+    int columns_of(GemmKind kind, int columns) const {
+        const bool all = columns < 128 || (kind != GEMM_LOGITS && device.ragged);
+        return all ? columns : columns / 8 * 8;
+    }
     int blocks() const { return rows > 0 ? ceil_div(problem.N, rows) : 0; }
     int tiles() const { return columns > 0 ? ceil_div(problem.V, columns) : 0; }
     bool by_tiles() const { return way == LM_HEAD_VOCABULARY || way == LM_HEAD_EPILOGUE; }
@@ -841,7 +857,7 @@ struct LmHead {
     bool can_use(const void *workspace) const { return bytes == 0 || (uintptr_t)workspace % WORKSPACE_ALIGNMENT == 0; }
     // Where a dX is the sum of several tiles' parts, or of a tail's too, it is in float until it is complete.
     bool float_dX() const {
-        const bool parts = by_tiles() || whole_columns(columns) < columns;
+        const bool parts = by_tiles() || columns_of(GEMM_DX, columns) < columns;
         return problem.dX && problem.type != CUDA_R_32F && parts;
     }
     // A dW of 16 bits too, since cuBLASLt's own addition to it may round twice: first the product, then the sum with
@@ -866,6 +882,11 @@ inline size_t lm_head_size(cudaDataType_t type) { return type == CUDA_R_32F ? 4 
 inline long long lm_head_pad(long long columns) {
     const int unit = columns >= 4096 ? 128 : 8;
     return ceil_div(columns, (long long)unit) * unit;
+}
+
+// What all logits would take, as versions 1 and 2 have them, in bytes: budgets are shares of this.
+inline double lm_head_logits_bytes(const LmHeadProblem &p) {
+    return (double)p.N * lm_head_pad(p.V) * lm_head_size(p.type);
 }
 
 // The workspace of a plan whose sizes are known. False if it is larger than can be.
@@ -1225,6 +1246,11 @@ inline bool splits_sum(const cublasLtMatmulAlgo_t &algo) {
 //   x^T (columns, rows) = W (columns, C) X^T (C, rows)      dX^T (C, rows) = W^T (C, columns) x^T (columns, rows)
 //   dW^T (C, columns) = X^T (C, rows) x (rows, columns)
 // Algorithms that add up parts of a sum do it in float and in a fixed order, not by atomics.
+//
+// The heuristic's choice goes by whether 8 or 128 divides the columns more than there is reason to: of 50257 columns it
+// knows nothing that is fast, of 50256 other algorithms than of 50304, of 1664 rows 10% slower ones (CUDA 13.0, H200).
+// So it is asked about as many columns as x has room for, and cuBLASLt's own check says which of the algorithms for
+// those take the columns there are: for dX and dW any number of them.
 inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
     const bool logits = gemm.kind == GEMM_LOGITS, dW = gemm.kind == GEMM_DW;
@@ -1252,15 +1278,6 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
         describe(CUBLASLT_MATMUL_DESC_BIAS_POINTER,
                  (const void *)(uintptr_t)(gemm.aligned ? 16 : lm_head_size(p.type)));
     }
-    then([&] { return cublasLtMatrixLayoutCreate(&gemm.a, p.type, C, dW ? gemm.rows : gemm.columns, C); });
-    then([&] {
-        return logits ? cublasLtMatrixLayoutCreate(&gemm.b, p.type, C, gemm.rows, C)
-                      : cublasLtMatrixLayoutCreate(&gemm.b, p.type, gemm.columns, gemm.rows, P);
-    });
-    then([&] {
-        return logits ? cublasLtMatrixLayoutCreate(&gemm.d, result, gemm.columns, gemm.rows, P)
-                      : cublasLtMatrixLayoutCreate(&gemm.d, result, C, dW ? gemm.columns : gemm.rows, C);
-    });
     then([&] { return cublasLtMatmulPreferenceCreate(&preference); });
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, (uint64_t)plan.gemm_bytes);
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, (uint32_t)CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
@@ -1270,18 +1287,48 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, logits ? given : own);
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, logits ? own : of_result);
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, logits ? own : of_result);
-    int found = 0;
-    gemm.candidates.resize(GEMM_CANDIDATES);
-    then([&] {
-        return cublasLtMatmulAlgoGetHeuristic(plan.handle, gemm.desc, gemm.a, gemm.b, gemm.d, gemm.d, preference,
-                                              GEMM_CANDIDATES, gemm.candidates.data(), &found);
-    });
-    gemm.candidates.resize(found);
-    auto refused = [](const cublasLtMatmulHeuristicResult_t &result) {
-        return result.state != CUBLAS_STATUS_SUCCESS || !sums_in_float(result.algo);
+    auto describe_matrices = [&](int columns, GemmMatrices &m) {
+        then([&] { return cublasLtMatrixLayoutCreate(&m.a, p.type, C, dW ? gemm.rows : columns, C); });
+        then([&] {
+            return logits ? cublasLtMatrixLayoutCreate(&m.b, p.type, C, gemm.rows, C)
+                          : cublasLtMatrixLayoutCreate(&m.b, p.type, columns, gemm.rows, P);
+        });
+        then([&] {
+            return logits ? cublasLtMatrixLayoutCreate(&m.d, result, columns, gemm.rows, P)
+                          : cublasLtMatrixLayoutCreate(&m.d, result, C, dW ? columns : gemm.rows, C);
+        });
     };
-    gemm.candidates.erase(std::remove_if(gemm.candidates.begin(), gemm.candidates.end(), refused),
-                          gemm.candidates.end());
+    // What the heuristic has for these matrices, and the check for ours.
+    auto propose = [&](const GemmMatrices &m) {
+        cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
+        int found = 0;
+        const cublasStatus_t asked = cublasLtMatmulAlgoGetHeuristic(plan.handle, gemm.desc, m.a, m.b, m.d, m.d,
+                                                                    preference, GEMM_CANDIDATES, results, &found);
+        for (int i = 0; asked == CUBLAS_STATUS_SUCCESS && i < found; i++) {
+            cublasLtMatmulHeuristicResult_t checked = {};
+            auto same = [&](const cublasLtMatmulHeuristicResult_t &known) {
+                return memcmp(&known.algo, &results[i].algo, sizeof(known.algo)) == 0;
+            };
+            const bool known = std::any_of(gemm.candidates.begin(), gemm.candidates.end(), same);
+            if (known || results[i].state != CUBLAS_STATUS_SUCCESS || !sums_in_float(results[i].algo)) continue;
+            const cublasStatus_t fits =
+                cublasLtMatmulAlgoCheck(plan.handle, gemm.desc, gemm.matrices.a, gemm.matrices.b, gemm.matrices.d,
+                                        gemm.matrices.d, &results[i].algo, &checked);
+            if (fits != CUBLAS_STATUS_SUCCESS || checked.workspaceSize > plan.gemm_bytes) continue;
+            gemm.candidates.push_back(results[i]);
+        }
+        return asked;
+    };
+    describe_matrices(gemm.columns, gemm.matrices);
+    const int padded = std::min(P, ceil_div(gemm.columns, 128) * 128);
+    if (gemm.aligned && gemm.columns >= 128 && padded > gemm.columns) {
+        GemmMatrices wider;
+        describe_matrices(padded, wider);
+        then([&] { return propose(wider), CUBLAS_STATUS_SUCCESS; });
+        wider.destroy();
+    }
+    const bool slow = gemm.aligned && gemm.columns >= 128 && gemm.columns % 8 > 0;
+    if (!slow) then([&] { return propose(gemm.matrices); });
     // Those that split the sum round a logit of 16 bits twice where there is a bias, before they add it and after (CUDA
     // 13.0, H200): only if there are no others.
     if (logits && p.bias && p.type != CUDA_R_32F) {
@@ -1304,7 +1351,8 @@ inline cudaError_t gemm_run(const LmHead &plan, const Gemm &gemm, void *d, const
         status = cublasLtMatmulDescSetAttribute(gemm.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof(bias));
     }
     if (status == CUBLAS_STATUS_SUCCESS) {
-        status = cublasLtMatmul(plan.handle, gemm.desc, &one, a, gemm.a, b, gemm.b, &beta, d, gemm.d, d, gemm.d,
+        const GemmMatrices &m = gemm.matrices;
+        status = cublasLtMatmul(plan.handle, gemm.desc, &one, a, m.a, b, m.b, &beta, d, m.d, d, m.d,
                                 &gemm.candidates[gemm.chosen].algo, workspace + plan.gemm, plan.gemm_bytes, stream);
     }
     return from_cublas(status);
@@ -1319,9 +1367,7 @@ inline const Gemm *find_gemm(const LmHead &plan, GemmKind kind, int rows, int co
 
 inline void lm_head_destroy(LmHead &plan) {
     for (Gemm &gemm : plan.gemms) {
-        for (cublasLtMatrixLayout_t layout : {gemm.a, gemm.b, gemm.d}) {
-            if (layout) cublasLtMatrixLayoutDestroy(layout);
-        }
+        gemm.matrices.destroy();
         if (gemm.desc) cublasLtMatmulDescDestroy(gemm.desc);
     }
     plan.gemms.clear();
@@ -1333,6 +1379,45 @@ inline void lm_head_destroy(LmHead &plan) {
     if (plan.handle) cublasLtDestroy(plan.handle);
     plan.handle = nullptr;
     plan.side = nullptr;
+}
+
+// The products that a plan needs, with their algorithms.
+inline cublasStatus_t lm_head_find_gemms(LmHead &plan) {
+    const LmHeadProblem &p = plan.problem;
+    cublasStatus_t status = cublasLtCreate(&plan.handle);
+    if (status != CUBLAS_STATUS_SUCCESS) {
+        snprintf(plan.what, sizeof(plan.what), "cublasLtCreate: %s", cublasLtGetStatusName(status));
+        return status;
+    }
+    // The first of several pieces, and the last.
+    auto sizes = [](int count, int piece) {
+        return count <= piece || count % piece == 0 ? std::vector<int>{std::min(count, piece)}
+                                                    : std::vector<int>{piece, count % piece};
+    };
+    auto add = [&](bool wanted, GemmKind kind, int rows, int tile_columns, bool aligned) {
+        const int columns = plan.columns_of(kind, tile_columns);
+        if (!wanted || status != CUBLAS_STATUS_SUCCESS || find_gemm(plan, kind, rows, columns, aligned)) return;
+        plan.gemms.push_back({kind, rows, columns, aligned});
+        status = gemm_create(plan.gemms.back(), plan);
+        if (status == CUBLAS_STATUS_SUCCESS) return;
+        plan.gemms.back().candidates.clear();
+        const char *const names[] = {"logits", "dX", "dW"};
+        snprintf(plan.what, sizeof(plan.what),
+                 "cuBLASLt: %s: %d rows, %d columns, C %d, %zu bytes of scratch: %s", names[kind], rows, columns, p.C,
+                 plan.gemm_bytes, cublasLtGetStatusName(status));
+        if (!aligned) status = CUBLAS_STATUS_SUCCESS;  // runs that need it will be refused
+    };
+    const std::vector<int> widths = p.C > 0 && p.V > 0 ? sizes(p.V, plan.columns) : std::vector<int>();
+    for (bool aligned : {true, false}) {
+        for (int rows : sizes(p.N, plan.rows)) {
+            for (int columns : widths) {
+                add(plan.way != LM_HEAD_EPILOGUE, GEMM_LOGITS, rows, columns, aligned);
+                add(p.dX, GEMM_DX, rows, columns, aligned);
+                add(p.dW, GEMM_DW, rows, columns, aligned);
+            }
+        }
+    }
+    return status;
 }
 
 // Makes a plan for a problem: an empty LmHead that lm_head_destroy() takes whatever this returns. It asks cuBLASLt for
@@ -1354,50 +1439,33 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     if (p.version < 1 || p.version > 6) return fail(cudaErrorInvalidValue, "no version %d", p.version);
     if (lm_head_pad(p.V) > INT32_MAX) return fail(cudaErrorInvalidValue, "V is too large");
     if (p.N == 0) return cudaSuccess;
-    cudaError_t error = lm_head_device(&plan.device);
+    LmHeadDevice device;
+    cudaError_t error = lm_head_device(&device);
     if (error != cudaSuccess) return fail(error, "%s", cudaGetErrorString(error));
+    plan.device = device;
     if (p.version == 6 && p.tuning.way == LM_HEAD_EPILOGUE && !has_epilogue(plan)) {
         return fail(cudaErrorNotSupported,
                     "no way 'epilogue' here: it takes fp16 or bf16, C > 0, a positive logit_scale, and code for "
                     "sm_90a on such a device");
     }
-    if (!lm_head_plan(plan, p.memory)) {
-        return fail(cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: %zu are needed here", p.memory,
-                    lm_head_least_bytes(p, plan.device));
-    }
-    cublasStatus_t status = cublasLtCreate(&plan.handle);
-    if (status != CUBLAS_STATUS_SUCCESS) {
-        return fail(from_cublas(status), "cublasLtCreate: %s", cublasLtGetStatusName(status));
-    }
-    // The first of several pieces, and the last.
-    auto sizes = [](int count, int piece) {
-        return count <= piece || count % piece == 0 ? std::vector<int>{std::min(count, piece)}
-                                                    : std::vector<int>{piece, count % piece};
-    };
-    auto add = [&](GemmKind kind, int rows, int columns, bool aligned) {
-        if (find_gemm(plan, kind, rows, columns, aligned)) return true;
-        plan.gemms.push_back({kind, rows, columns, aligned});
-        status = gemm_create(plan.gemms.back(), plan);
-        if (status == CUBLAS_STATUS_SUCCESS) return true;
-        plan.gemms.back().candidates.clear();
-        if (!aligned) return true;  // runs that need it will be refused
-        const char *const names[] = {"logits", "dX", "dW"};
-        fail(from_cublas(status), "cuBLASLt: %s: %d rows, %d columns, C %d, %zu bytes of scratch: %s", names[kind],
-             rows, columns, p.C, plan.gemm_bytes, cublasLtGetStatusName(status));
-        return false;
-    };
-    const std::vector<int> widths = p.C > 0 && p.V > 0 ? sizes(p.V, plan.columns) : std::vector<int>();
-    for (bool aligned : {true, false}) {
-        for (int rows : sizes(p.N, plan.rows)) {
-            for (int columns : widths) {
-                const int whole = whole_columns(columns);
-                const bool made = plan.way != LM_HEAD_EPILOGUE;
-                if (made && !add(GEMM_LOGITS, rows, whole, aligned)) return from_cublas(status);
-                if (p.dX && !add(GEMM_DX, rows, whole, aligned)) return from_cublas(status);
-                if (p.dW && !add(GEMM_DW, rows, whole, aligned)) return from_cublas(status);
-            }
+    cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
+    for (bool ragged : {true, false}) {
+        if (status != CUBLAS_STATUS_NOT_SUPPORTED) break;
+        lm_head_destroy(plan);
+        plan = LmHead();
+        plan.problem = problem;
+        plan.device = device;
+        plan.device.ragged = ragged;
+        if (p.enough && p.version > 2) {
+            plan.problem.memory = std::max(p.memory, lm_head_least_bytes(p, plan.device, true));
         }
+        if (!lm_head_plan(plan, p.memory)) {
+            return fail(cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: %zu are needed here", p.memory,
+                        lm_head_least_bytes(p, plan.device));
+        }
+        status = lm_head_find_gemms(plan);
     }
+    if (status != CUBLAS_STATUS_SUCCESS) return plan.error = from_cublas(status);
     if (!plan.overlap) return cudaSuccess;
     int least = 0, greatest = 0;
     error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
@@ -1488,15 +1556,13 @@ struct LmHeadRun {
         return true;
     }
 
-    int whole_of(int tile) const { return whole_columns(columns_of(tile)); }
-    unsigned tail_of(int tile) const { return columns_of(tile) - whole_of(tile); }
+    int whole_of(GemmKind kind, int tile) const { return plan.columns_of(kind, columns_of(tile)); }
     const floatX *W_of(int tile) const { return args.W + (size_t)tile * plan.columns * plan.problem.C; }
-    const floatX *tail_W_of(int tile) const { return W_of(tile) + (size_t)whole_of(tile) * plan.problem.C; }
 
     // Of `count` rows from `row` on, and a tile.
     cudaError_t make_logits(floatX *logits, size_t row, int count, int tile, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
-        const int whole = whole_of(tile);
+        const int whole = whole_of(GEMM_LOGITS, tile), tail = columns_of(tile) - whole;
         const floatX *const bias = args.bias ? args.bias + (size_t)tile * plan.columns : nullptr;
         if (columns_of(tile) == 0) return cudaSuccess;
         if (C == 0) {
@@ -1505,11 +1571,11 @@ struct LmHeadRun {
         }
         const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_LOGITS, count, whole, aligned), logits,
                                            W_of(tile), args.X + row * C, bias, 0, workspace, stream);
-        if (error != cudaSuccess || tail_of(tile) == 0) return error;
+        if (error != cudaSuccess || tail == 0) return error;
         auto make_tail = [&](auto kernel) {
-            kernel<<<ceil_div(count, 8), 8 * WARP_SIZE, 0, stream>>>(logits + whole, args.X + row * C, tail_W_of(tile),
-                                                                     bias ? bias + whole : nullptr, count, C, plan.P,
-                                                                     tail_of(tile));
+            kernel<<<ceil_div(count, 8), 8 * WARP_SIZE, 0, stream>>>(
+                logits + whole, args.X + row * C, W_of(tile) + whole * C, bias ? bias + whole : nullptr, count, C,
+                plan.P, tail);
             return cudaGetLastError();
         };
         constexpr int most = Packed128<floatX>::size;
@@ -1521,18 +1587,19 @@ struct LmHeadRun {
     cudaError_t make_dX(const floatX *dlogits, size_t row, int count, int tile, bool first, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
         if (!args.dX || C == 0 || columns_of(tile) == 0) return cudaSuccess;
+        const int whole = whole_of(GEMM_DX, tile), tail = columns_of(tile) - whole;
         float *const sums = plan.float_dX() ? part<float>(plan.dX) : (float *)(args.dX + row * C);
-        const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_DX, count, whole_of(tile), aligned), sums,
-                                           W_of(tile), dlogits, nullptr, first ? 0 : 1, workspace, stream);
-        if (error != cudaSuccess || tail_of(tile) == 0) return error;
+        const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_DX, count, whole, aligned), sums, W_of(tile),
+                                           dlogits, nullptr, first ? 0 : 1, workspace, stream);
+        if (error != cudaSuccess || tail == 0) return error;
         const dim3 grid(count, std::min(ceil_div((unsigned)C, 256u), 65535u));
-        const floatX *const tail = dlogits + whole_of(tile);
+        const floatX *const tail_dlogits = dlogits + whole, *const tail_W = W_of(tile) + whole * C;
         if (plan.by_tiles()) {
             lm_head_tail_dX_kernel<floatX, float>
-                <<<grid, 256, 0, stream>>>(sums, sums, tail, tail_W_of(tile), C, plan.P, tail_of(tile));
+                <<<grid, 256, 0, stream>>>(sums, sums, tail_dlogits, tail_W, C, plan.P, tail);
         } else {
             lm_head_tail_dX_kernel<floatX, floatX>
-                <<<grid, 256, 0, stream>>>(args.dX + row * C, sums, tail, tail_W_of(tile), C, plan.P, tail_of(tile));
+                <<<grid, 256, 0, stream>>>(args.dX + row * C, sums, tail_dlogits, tail_W, C, plan.P, tail);
         }
         return cudaGetLastError();
     }
@@ -1551,12 +1618,12 @@ struct LmHeadRun {
         float *const sums = part<float>(plan.dW);
         const bool add = !(plan.problem.bare || (plan.float_dW() && row == 0));
         auto make = [&](auto *dW) {
-            const int whole = whole_of(tile);
+            const int whole = whole_of(GEMM_DW, tile), tail = columns_of(tile) - whole;
             const floatX *const X = args.X + row * C;
             const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_DW, count, whole, aligned), dW, X, dlogits,
                                                nullptr, add ? 1 : 0, workspace, stream);
-            if (error != cudaSuccess || tail_of(tile) == 0) return error;
-            const dim3 grid(ceil_div((unsigned)C, (unsigned)WARP_SIZE), tail_of(tile));
+            if (error != cudaSuccess || tail == 0) return error;
+            const dim3 grid(ceil_div((unsigned)C, (unsigned)WARP_SIZE), tail);
             lm_head_tail_dW_kernel<floatX, std::remove_pointer_t<decltype(dW)>>
                 <<<grid, TAIL_THREADS, 0, stream>>>(dW + whole * C, dlogits + whole, X, count, C, plan.P, add);
             return cudaGetLastError();
@@ -2166,7 +2233,7 @@ void lm_head_race(Harness &h) {
     if (forward && gradients != "both") h.refuse(EXIT_BAD_INPUT, "--gradients: --forward has none");
 
     // The points: budgets. A share that is too small means the least that makes sense.
-    const double logits_bytes = (double)N * V * sizeof(floatX);
+    const double logits_bytes = lm_head_logits_bytes(problem);
     const bool sweep = h.choice("--sweep") == "memory";
     std::vector<std::string> budgets = {h.text("--memory")};
     if (parse_memory(budgets[0], logits_bytes) == 0) {
@@ -2178,8 +2245,6 @@ void lm_head_race(Harness &h) {
     h.swept = "--memory";
     h.points = budgets;
 
-    LmHeadDevice device;
-    cudaCheck(lm_head_device(&device));
     typedef std::shared_ptr<LmHead> Plan;
     auto make_plan = [&](const LmHeadProblem &wanted) {
         Plan plan(new LmHead, [](LmHead *old) {
@@ -2195,10 +2260,9 @@ void lm_head_race(Harness &h) {
     for (int version = 1; version <= 6; version++) {
         if (h.version != -1 && h.version != version) continue;
         problem.version = version;
-        const size_t least = version > 2 ? lm_head_least_bytes(problem, device, true) : 0;
         for (const std::string &budget : budgets) {
             problem.memory = (size_t)std::min(parse_memory(budget, logits_bytes), 0x1p62);
-            if (budget.back() == '%') problem.memory = std::max(problem.memory, least);
+            problem.enough = budget.back() == '%';
             (*plans)[version].push_back(make_plan(problem));
             most_bytes = std::max(most_bytes, (*plans)[version].back()->bytes);
         }

@@ -280,6 +280,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
         for (int j = 0; j < 4; j++) results[i].algo.data[1 + j] = i == 0 ? preference->alignment[j] : 1;
         results[i].workspaceSize = i == 0 ? std::min<uint64_t>(preference->workspace, 1024) : 0;
         results[i].algo.data[5] = results[i].workspaceSize;
+        results[i].algo.data[6] = (p.m | p.n | p.k) % 8 == 0;
     }
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -290,6 +291,18 @@ cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *
     if (!algo || !value || bytes != sizeof(uint32_t)) return CUBLAS_STATUS_INVALID_VALUE;
     *(uint32_t *)value = attribute == CUBLASLT_ALGO_CONFIG_SPLITK_NUM ? 1 : CUBLASLT_REDUCTION_SCHEME_NONE;
     if (written) *written = bytes;
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t A,
+                                       cublasLtMatrixLayout_t B, cublasLtMatrixLayout_t C, cublasLtMatrixLayout_t D,
+                                       const cublasLtMatmulAlgo_t *algo, cublasLtMatmulHeuristicResult_t *result) {
+    Product p = {};
+    if (!handle || !algo || !result) return CUBLAS_STATUS_INVALID_VALUE;
+    if (cublasStatus_t status = describe(&p, desc, A, B, C, D)) return status;
+    if (algo->data[6] && (A->type == CUDA_R_16BF ? p.m : p.m | p.n | p.k) % 8) return CUBLAS_STATUS_NOT_SUPPORTED;
+    result->workspaceSize = algo->data[5];
+    result->state = CUBLAS_STATUS_SUCCESS;
     return CUBLAS_STATUS_SUCCESS;
 }
 

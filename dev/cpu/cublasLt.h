@@ -88,6 +88,13 @@ cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *
                                                     cublasLtMatmulAlgoConfigAttributes_t attribute, void *value,
                                                     size_t bytes, size_t *written);
 
+// Whether an algorithm that was named for other matrices does for these, and how much scratch it takes; result->algo is
+// left alone. One that was named where 8 divides all sizes does, in bf16 (so that the tests see both), wherever it
+// divides the rows of D.
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t A,
+                                       cublasLtMatrixLayout_t B, cublasLtMatrixLayout_t C, cublasLtMatrixLayout_t D,
+                                       const cublasLtMatmulAlgo_t *algo, cublasLtMatmulHeuristicResult_t *result);
+
 // D = alpha * op(A) * op(B) + beta * C (+ bias); C is not read where beta is 0. algo: one that the heuristic named.
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void *alpha, const void *A,
                               cublasLtMatrixLayout_t a, const void *B, cublasLtMatrixLayout_t b, const void *beta,

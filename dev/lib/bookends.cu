@@ -148,13 +148,9 @@ extern "C" void bk_lm_head_destroy(bk_lm_head *plan) {
 }
 
 static int lm_head_make(bk_lm_head *made, LmHeadProblem problem) {
-    const size_t logits = (size_t)problem.N * problem.V * lm_head_size(problem.type), memory = problem.memory;
-    if (memory == 0 && problem.version > 2 && problem.N > 0) {
-        LmHeadDevice device;
-        const cudaError_t error = lm_head_device(&device);
-        if (error != cudaSuccess) return from_cuda(error);
-        problem.memory = std::max(logits / 4, lm_head_least_bytes(problem, device, true));
-    }
+    const size_t memory = problem.memory;
+    problem.enough = memory == 0;
+    if (problem.enough) problem.memory = (size_t)(lm_head_logits_bytes(problem) / 4);
     const cudaError_t error = lm_head_create(made->plan, problem);
     if (error == cudaErrorMemoryAllocation && made->plan.rows == 0) return BK_ERROR_MEMORY;
     if (error == cudaSuccess && memory > 0 && made->plan.bytes > memory) return BK_ERROR_MEMORY;

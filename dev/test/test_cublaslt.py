@@ -125,6 +125,23 @@ def test_a_workspace_is_what_was_promised():
     assert product.run(*arrays, needs_none, workspace=0) == SUCCESS
 
 
+def test_an_algorithm_for_other_matrices():
+    """What is named for the one may do for the other: that says the check."""
+    for dtype, (m, n, k), want in ((BF16, (8, 5, 7), SUCCESS), (BF16, (7, 8, 8), NOT_SUPPORTED),
+                                   (FP16, (8, 5, 8), NOT_SUPPORTED), (FP32, (8, 8, 7), NOT_SUPPORTED),
+                                   (FP32, (8, 16, 24), SUCCESS)):
+        proposed, product = Product(8, 8, 8, dtype, FP32).algorithms(), Product(m, n, k, dtype, FP32)
+        for algorithm in [*proposed, *product.algorithms()]:
+            result, of_others = (ctypes.c_uint64 * 10)(), any(algorithm is one for one in proposed)
+            a, b, d = product.layouts
+            assert library().cublasLtMatmulAlgoCheck(product.handle, product.desc, a, b, d, d, algorithm,
+                                                     result) == (want if of_others else SUCCESS)
+            assert result[8] == (algorithm[8] if want == SUCCESS or not of_others else 0)  # bytes of workspace
+    wrong = Product(9, 8, 8, FP32, FP32).layouts[2]
+    assert library().cublasLtMatmulAlgoCheck(product.handle, product.desc, a, b, wrong, wrong, algorithm,
+                                             result) == INVALID_VALUE
+
+
 def test_what_does_not_fit_is_refused():
     long, layout = ctypes.c_int64, "cublasLtMatrixLayoutCreate"
     made("cublasLtMatmulDescCreate", 64, 0, status=NOT_SUPPORTED)  # sums in fp16
