@@ -26,7 +26,8 @@ version 6  planned: the way and its sizes follow from the budget; of version 4's
 What limits it (H200): power. Products of 16 bits draw the 700 W that the chip may have, and its clock falls from 1980
 to 1400 MHz, at which cuBLASLt's keep the tensor cores busy 9 tenths of the time. So bytes that move beside a product
 slow it down, nearly as if they had moved before it: what helps is to move fewer. Each block of rows adds to all of dW,
-8VC bytes; fewer and larger blocks are worth more than anything else that was tried.
+8VC bytes; fewer and larger blocks are worth more than anything else that was tried. In energy, by the chip's own meter
+(768 rows, C 768, V 50304): dW written in 16 bits takes 0.070 J, added to floats 0.100 J, a copy of those floats 0.030 J.
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
           (for version 5's own product: -gencode arch=compute_90a,code=sm_90a, which -arch=native doesn't come to)
@@ -1615,7 +1616,9 @@ struct LmHeadRun {
         return round(args.dX + row * C, part<float>(plan.dX), (long long)count * C, false, stream);
     }
 
-    // A dW in float is begun by the first block of rows, and added to dW behind the last.
+    // A dW in float is begun by the first block of rows, and added to dW behind the last. (Products of our own for it,
+    // as lm_head_product_kernel() is one, were 12% to 33% slower than cuBLASLt's, of 768 and 2048 rows, whether the sums
+    // were added by bulk copies, atomics, or loads and stores, and whether the groups shared tiles or took turns; H200.)
     cudaError_t add_dW(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
         if (!args.dW || C == 0 || columns_of(tile) == 0) return cudaSuccess;
