@@ -27,7 +27,8 @@ What limits it (H200): power. Products of 16 bits draw the 700 W that the chip m
 to 1400 MHz, at which cuBLASLt's keep the tensor cores busy 9 tenths of the time. So bytes that move beside a product
 slow it down, nearly as if they had moved before it: what helps is to move fewer. Each block of rows adds to all of dW,
 8VC bytes; fewer and larger blocks are worth more than anything else that was tried. In energy, by the chip's own meter
-(768 rows, C 768, V 50304): dW written in 16 bits takes 0.070 J, added to floats 0.100 J, a copy of those floats 0.030 J.
+(768 rows, C 768, V 50304): dW written in 16 bits takes 0.070 J, added to floats 0.100 J, a copy of those floats
+0.030 J.
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
           (for version 5's own product: -gencode arch=compute_90a,code=sm_90a, which -arch=native doesn't come to)
@@ -96,9 +97,9 @@ __global__ void lm_head_no_channels_kernel(floatX *logits, const floatX *bias, u
 }
 
 // Where 8 doesn't divide the columns, cuBLASLt takes matrices by single elements, and all three products took 6 times
-// as long (V = 50257, H200). So of 128 columns or more its product for the logits has a multiple of 8, and these kernels
-// the rest, the tail: that is where logits, dlogits, W and dW begin here. (Those for dX and dW are for devices where
-// cuBLASLt has nothing better: see gemm_create().)
+// as long (V = 50257, H200). So of 128 columns or more its product for the logits has a multiple of 8, and a kernel the
+// rest, the tail: that is where logits, dlogits, W and dW begin here. So it is for dX and dW where cuBLASLt has nothing
+// better (see gemm_create()).
 constexpr unsigned MOST_TAIL = 7;
 constexpr unsigned TAIL_THREADS = WARP_SIZE * WARP_SIZE;  // of a block that makes dW
 
@@ -1299,8 +1300,8 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
                           : cublasLtMatrixLayoutCreate(&m.d, result, C, dW ? columns : gemm.rows, C);
         });
     };
-    // What the heuristic has for these matrices, if the check takes it for ours, in as much scratch. (Of an algorithm that
-    // has its way with none, the heuristic knows that, and the check says 4 bytes.)
+    // What the heuristic has for these matrices, if the check takes it for ours, in as much scratch. (Of an algorithm
+    // that would like 4 bytes and can do without, the heuristic says what it may have, and the check always 4.)
     auto propose = [&](const GemmMatrices &m) {
         cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
         int found = 0;
@@ -1311,6 +1312,7 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
             *bytes = checked.workspaceSize;
             return fits == CUBLAS_STATUS_SUCCESS;
         };
+        if (status != CUBLAS_STATUS_SUCCESS) return;
         const cublasStatus_t asked = cublasLtMatmulAlgoGetHeuristic(plan.handle, gemm.desc, m.a, m.b, m.d, m.d,
                                                                     preference, GEMM_CANDIDATES, results, &found);
         for (int i = 0; asked == CUBLAS_STATUS_SUCCESS && i < found; i++) {
@@ -1324,18 +1326,17 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
                 check(m, results[i].algo, &theirs) && check(gemm.matrices, results[i].algo, &ours) && ours <= theirs;
             if (fits) gemm.candidates.push_back(results[i]);
         }
-        return asked;
     };
     describe_matrices(gemm.columns, gemm.matrices);
     const int padded = std::min(P, ceil_div(gemm.columns, 128) * 128);
     if (gemm.aligned && gemm.columns >= 128 && padded > gemm.columns) {
         GemmMatrices wider;
         describe_matrices(padded, wider);
-        then([&] { return propose(wider), CUBLAS_STATUS_SUCCESS; });
+        propose(wider);
         wider.destroy();
     }
     const bool slow = gemm.aligned && gemm.columns >= 128 && gemm.columns % 8 > 0;
-    if (!slow) then([&] { return propose(gemm.matrices); });
+    if (!slow) propose(gemm.matrices);
     // Those that split the sum round a logit of 16 bits twice where there is a bias, before they add it and after (CUDA
     // 13.0, H200): only if there are no others.
     if (logits && p.bias && p.type != CUDA_R_32F) {
@@ -1462,7 +1463,7 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
         plan.problem = problem;
         plan.device = device;
         plan.device.ragged = ragged;
-        if (p.enough && p.version > 2) {
+        if (p.enough && p.version > 2 && !lm_head_plan(plan, p.memory, true)) {
             plan.problem.memory = std::max(p.memory, lm_head_least_bytes(p, plan.device, true));
         }
         if (!lm_head_plan(plan, p.memory)) {
@@ -1617,8 +1618,8 @@ struct LmHeadRun {
     }
 
     // A dW in float is begun by the first block of rows, and added to dW behind the last. (Products of our own for it,
-    // as lm_head_product_kernel() is one, were 12% to 33% slower than cuBLASLt's, of 768 and 2048 rows, whether the sums
-    // were added by bulk copies, atomics, or loads and stores, and whether the groups shared tiles or took turns; H200.)
+    // like lm_head_product_kernel(), were 12% to 33% slower than cuBLASLt's, of 768 and of 2048 rows: with the sums
+    // added by bulk copies, atomics or loads and stores, with groups that share a tile or take turns; H200.)
     cudaError_t add_dW(const floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
         if (!args.dW || C == 0 || columns_of(tile) == 0) return cudaSuccess;

@@ -158,11 +158,11 @@ enum {
  *   N, C, V     rows, channels and vocabulary: sizes of 0 are allowed
  *   flags       of those above
  *   options     of the classifier; null: the defaults
- *   memory      bytes of workspace at most; 0: a quarter of the logits (N rows of dtype, of V rounded up to a multiple
- *               of 8, from 4096 on of 128), or more where that is too little for the version to make sense. Too few for
- *               the version: BK_ERROR_MEMORY. Versions 1 and 2 hold all logits; a dW of 16 bits needs more than one of
- *               32: sums in float, all of them where rows are cut into blocks or not at all, of a tile where the
- *               vocabulary is cut
+ *   memory      bytes of workspace at most; 0: a quarter of the logits (N * P of dtype, P being V rounded up to a
+ *               multiple of 8, from 4096 on of 128), or more where that is too little for the version to make sense.
+ *               Too few for the version: BK_ERROR_MEMORY. Versions 1 and 2 hold all logits; a dW of 16 bits needs more
+ *               than one of 32: sums in float, all of them where rows are cut into blocks or not at all, of a tile
+ *               where the vocabulary is cut
  *   grad_dtype  of dW and dbias: dtype, or BK_FP32
  *   version     0 is the last, the best known; 1.. are those that `lm_head --list` shows. Where version 5's own product
  *               can't be had (see lm_head.cu), it does as version 4
