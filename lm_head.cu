@@ -17,9 +17,9 @@ version 4  vocabulary: for small budgets: the first pass over tiles of the vocab
            statistics and keeps nothing; the second makes a tile's logits again and is done with its rows of dW at once
 version 5  epilogue: the same by a product of our own, which has the statistics of the logits in its accumulators, and
            the gradients when it makes them again: the first pass stores nothing, and no kernel reads logits. It takes
-           compute capability 9.0, 16-bit types, C > 0, a positive logit_scale and room for 256 columns; elsewhere it
-           is version 4. (Where 8 doesn't divide C, or X and W are not at multiples of 16 bytes, it loads element by
-           element, which is slow)
+           compute capability 9.0 (or the CPU device), 16-bit types, C > 0, a positive logit_scale and room for 256
+           columns or all; elsewhere it is version 4. (Where 8 doesn't divide C, or X and W are not at multiples of 16
+           bytes, it loads element by element, which is slow)
 version 6  planned: the way and its sizes follow from the budget; of version 4's tiles, the classifier of one runs
            beside the products of another, and as many as there is room for are kept from the first pass
 
@@ -27,8 +27,8 @@ What limits it (H200): power. Products of 16 bits draw the 700 W that the chip m
 to 1400 MHz, at which cuBLASLt's keep the tensor cores busy 9 tenths of the time. So bytes that move beside a product
 slow it down, nearly as if they had moved before it: what helps is to move fewer. Each block of rows adds to all of dW,
 8VC bytes; fewer and larger blocks are worth more than anything else that was tried. In energy, by the chip's own meter
-(768 rows, C 768, V 50304): dW written in 16 bits takes 0.070 J, added to floats 0.100 J, a copy of those floats
-0.030 J.
+(768 rows, C 768, V 50304): the product that writes dW in 16 bits takes 0.070 J, the one that adds it to floats 0.100 J,
+a copy of those floats 0.030 J.
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
           (for version 5's own product: -gencode arch=compute_90a,code=sm_90a, which -arch=native doesn't come to)
@@ -96,15 +96,15 @@ __global__ void lm_head_no_channels_kernel(floatX *logits, const floatX *bias, u
     for (unsigned j = threadIdx.x; j < V; j += blockDim.x) row[j] = bias ? bias[j] : (floatX)0.0f;
 }
 
-// Where 8 doesn't divide the columns, cuBLASLt takes matrices by single elements, and all three products took 6 times
-// as long (V = 50257, H200). So of 128 columns or more its product for the logits has a multiple of 8, and a kernel the
-// rest, the tail: that is where logits, dlogits, W and dW begin here. So it is for dX and dW where cuBLASLt has nothing
-// better (see gemm_create()).
+// Where 8 doesn't divide the columns, what cuBLASLt's heuristic proposes takes matrices by single elements, and 6 times
+// as long (V = 50257, H200). For dX and dW there may be better (see gemm_create()). For the logits, and else for these
+// too, cuBLASLt's product has a multiple of 8 of a tile's columns, and a kernel here the rest, the tail: the kernels'
+// logits, dlogits, W and dW begin there.
 constexpr unsigned MOST_TAIL = 7;
 constexpr unsigned TAIL_THREADS = WARP_SIZE * WARP_SIZE;  // of a block that makes dW
 
-// A warp a row, and a lane `width` channels at a time. They are few bytes, whose way is what takes time: so many are on
-// it at once.
+// A warp a row, and a lane `width` channels at a time. What takes time is the latency of few bytes: so the loads of
+// four rounds go out together.
 template <typename floatX, int width>
 __global__ void lm_head_tail_logits_kernel(floatX *logits, const floatX *X, const floatX *W, const floatX *bias,
                                            unsigned rows, unsigned C, unsigned P, unsigned tail) {
@@ -131,7 +131,7 @@ __global__ void lm_head_tail_logits_kernel(floatX *logits, const floatX *X, cons
     }
 }
 
-// dX = sums + the tail's part, which may be where the sums are. Blocks of threads a row, and a thread a channel.
+// dX = sums + the tail's part; dX may be `sums`. Blocks of threads a row, and a thread a channel.
 template <typename floatX, typename T>
 __global__ void lm_head_tail_dX_kernel(T *dX, const float *sums, const floatX *dlogits, const floatX *W, unsigned C,
                                        unsigned P, unsigned tail) {
@@ -1249,10 +1249,10 @@ inline bool splits_sum(const cublasLtMatmulAlgo_t &algo) {
 //   dW^T (C, columns) = X^T (C, rows) x (rows, columns)
 // Algorithms that add up parts of a sum do it in float and in a fixed order, not by atomics.
 //
-// The heuristic's choice goes by whether 8 or 128 divides the columns more than there is reason to: of 50257 columns it
-// knows nothing that is fast, of 50256 other algorithms than of 50304, of 1664 rows 10% slower ones (CUDA 13.0, H200).
-// So it is asked about as many columns as x has room for, and cuBLASLt's own check says which of the algorithms for
-// those take the columns there are: for dX and dW any number of them.
+// The heuristic's choice goes by whether 8 or 128 divides the columns more than there is reason to: for 50257 columns
+// it knows nothing that is fast, for 50256 other algorithms than for 50304, up to 10% slower (CUDA 13.0, H200). So it
+// is asked about the next multiple of 128 too, as far as x has room for it, and cuBLASLt's own check says which of the
+// algorithms for that take the columns there are: for dX and dW any number of them.
 inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
     const bool logits = gemm.kind == GEMM_LOGITS, dW = gemm.kind == GEMM_DW;
@@ -1300,8 +1300,9 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
                           : cublasLtMatrixLayoutCreate(&m.d, result, C, dW ? columns : gemm.rows, C);
         });
     };
-    // What the heuristic has for these matrices, if the check takes it for ours, in as much scratch. (Of an algorithm
-    // that would like 4 bytes and can do without, the heuristic says what it may have, and the check always 4.)
+    // What the heuristic has for these matrices, if the check takes it for ours, with no more scratch than it says for
+    // these. (It can't be compared with what there is: of an algorithm that uses 4 bytes if it has them, the check says
+    // 4, even where the heuristic was told that there are none, and proposes it.)
     auto propose = [&](const GemmMatrices &m) {
         cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
         int found = 0;
@@ -1429,8 +1430,8 @@ inline cublasStatus_t lm_head_find_gemms(LmHead &plan) {
 
 // Makes a plan for a problem: an empty LmHead that lm_head_destroy() takes whatever this returns. It asks cuBLASLt for
 // algorithms, and takes host memory and a stream, but no device memory of its own. cudaErrorInvalidValue: a negative
-// size, a type or an option that there is not; cudaErrorMemoryAllocation: a budget that is too small; or what cuBLASLt
-// says. plan.what has it in words.
+// size, a type or an option that there is not; cudaErrorMemoryAllocation: a budget that is too small (plan.rows is 0
+// then); or what cuBLASLt says. plan.what has it in words.
 inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     const LmHeadProblem &p = plan.problem = problem;
     auto known = [](cudaDataType_t type) { return type == CUDA_R_32F || type == CUDA_R_16F || type == CUDA_R_16BF; };
@@ -1455,7 +1456,9 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
                     "no way 'epilogue' here: it takes fp16 or bf16, C > 0, a positive logit_scale, and code for "
                     "sm_90a on such a device");
     }
+    // With dX and dW of any number of columns; if there is no product like that, with tails.
     cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
+    const bool comfortable = p.enough && p.version > 2;
     for (bool ragged : {true, false}) {
         if (status != CUBLAS_STATUS_NOT_SUPPORTED) break;
         lm_head_destroy(plan);
@@ -1463,12 +1466,16 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
         plan.problem = problem;
         plan.device = device;
         plan.device.ragged = ragged;
-        if (p.enough && p.version > 2 && !lm_head_plan(plan, p.memory, true)) {
+        bool planned = lm_head_plan(plan, p.memory, comfortable);
+        if (!planned && comfortable) {
             plan.problem.memory = std::max(p.memory, lm_head_least_bytes(p, plan.device, true));
+            planned = lm_head_plan(plan, p.memory, true) || lm_head_plan(plan, p.memory);
         }
-        if (!lm_head_plan(plan, p.memory)) {
-            return fail(cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: %zu are needed here", p.memory,
-                        lm_head_least_bytes(p, plan.device));
+        if (!planned) {
+            plan.rows = 0;
+            if (p.version <= 2) return fail(cudaErrorMemoryAllocation, "it takes more scratch than there can be");
+            return fail(cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: %zu are enough", p.memory,
+                        lm_head_least_bytes(p, device));  // with tails or without
         }
         status = lm_head_find_gemms(plan);
     }
@@ -1971,10 +1978,10 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
     }
 }
 
-// Tries the algorithms that cuBLASLt has for each product, on the run's own memory, and remembers the fastest: each by
-// itself, then the best ones for a while without a pause, since they will run at the clock that the GPU's power allows
-// then. The exception among these functions: it waits for the stream, and dX, dW and the workspace hold anything
-// afterwards, so its place is before the first run. Without it, a plan takes what cuBLASLt proposes first.
+// Tries the algorithms that cuBLASLt proposes for each product, on the run's own memory, and remembers the fastest:
+// each once or twice, then the best three in turns, a millisecond's worth of runs behind each other at a time. The
+// exception among these functions: it waits for the stream, and dX, dW and the workspace hold anything afterwards, so
+// its place is before the first run. Without it, a plan takes what cuBLASLt proposes first.
 //
 // (Clusters of other shapes than cuBLASLt proposes were up to 8% faster here, by themselves, and made no run faster: a
 // product that waits for memory runs at a higher clock by itself than between others that don't.)
@@ -2269,7 +2276,7 @@ void lm_head_race(Harness &h) {
     const bool sweep = h.choice("--sweep") == "memory";
     std::vector<std::string> budgets = {h.text("--memory")};
     if (parse_memory(budgets[0], logits_bytes) == 0) {
-        h.refuse(EXIT_BAD_INPUT, "--memory: '%s' is neither MiB nor a share of the logits, like 64 or 10%%",
+        h.refuse(EXIT_BAD_INPUT, "--memory: '%s' is neither a number of MiB nor a share of the logits, like 64 or 10%%",
                  budgets[0].c_str());
     }
     if (sweep && budgets[0] != "25%") h.refuse(EXIT_BAD_INPUT, "--memory: --sweep memory has budgets of its own");
@@ -2478,19 +2485,22 @@ int main(int argc, char **argv) {
     const std::vector<Number> numbers = classifier_numbers(
         {{"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
          {"--columns", 0, 0, INT32_MAX, "versions 4 to 6: of a tile at most; 0: from the L2 or the budget", true}});
-    Harness h("lm_head", "hidden states to losses and every gradient",
-              {{'b', "B", 8, 2}, {'t', "T", 1024, 8}, {'c', "C", 768, 64}, {'v', "V", 50257, 50257}},
-              {{"--grad-dtype", {"fp32", "same"}, "type of dW and dbias"},
-               {"--gradients", {"both", "dx", "dw"}, "which are wanted"},
-               {"--forward", {}, "no gradient, only the losses"},
-               {"--lse", {}, "the logarithm of each row's sum too"},
-               {"--bias", {}, "a bias, and its gradient with dW's"},
-               {"--tf32", {}, "fp32 products from inputs that are rounded to TF32"},
-               {"--sweep", {"none", "memory"}, "time against memory, at budgets from 100% to 1%"},
-               {"--way", {"auto", "rows", "vocabulary", "epilogue"}, "version 6: which way to take"},
-               {"--overlap", {"on", "off"}, "version 6: the classifier of a tile beside the products of others"},
-               {"--graph", {}, "launches are captured once, as a CUDA graph"}},
-              numbers, {{"--memory", "25%", "scratch at most, in MiB or as a share of the logits (like 10%)"}});
+    Harness h(
+        "lm_head", "hidden states to losses and every gradient",
+        {{'b', "B", 8, 2}, {'t', "T", 1024, 8}, {'c', "C", 768, 64}, {'v', "V", 50257, 50257}},
+        {{"--grad-dtype", {"fp32", "same"}, "type of dW and dbias"},
+         {"--gradients", {"both", "dx", "dw"}, "which are wanted"},
+         {"--forward", {}, "no gradient, only the losses"},
+         {"--lse", {}, "the logarithm of each row's sum too"},
+         {"--bias", {}, "a bias, and its gradient with dW's"},
+         {"--tf32", {}, "fp32 products from inputs that are rounded to TF32"},
+         {"--sweep", {"none", "memory"}, "time against memory, at budgets from 100% to 1%"},
+         {"--way", {"auto", "rows", "vocabulary", "epilogue"}, "version 6: which way to take"},
+         {"--overlap", {"on", "off"}, "version 6: the classifier of a tile beside the products of others"},
+         {"--graph", {}, "launches are captured once, as a CUDA graph"}},
+        numbers,
+        {{"--memory", "25%",
+          "scratch at most, from version 3 on: in MiB, or a share of the logits (like 10%), or what makes sense"}});
     h.block_sizes = false;
     return h.main(argc, argv, lm_head_versions<float, float>, lm_head_race<float>, lm_head_race<half>,
                   lm_head_race<__nv_bfloat16>);

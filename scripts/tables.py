@@ -54,7 +54,7 @@ def table(device, kernel):
         lines += ["", caption(records) + "median of cold runs, that as a multiple of the bare products (two for one "
                   "gradient, one for the losses alone), timed in turns at the best algorithm found, and the scratch "
                   "memory as a share of the logits. Products draw all the power that the chip may have, and its clock "
-                  "follows: compare multiples rather than milliseconds."]
+                  "follows: compare multiples rather than milliseconds, and those to some 5%."]
         return "\n".join(lines)
     rates = [record["copy_gbps"] for row in best.values() for record in row.values() if record["copy_gbps"]]
     lines += ["", caption(records) + "median of cold runs at the best block size"]

@@ -280,7 +280,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
         for (int j = 0; j < 4; j++) results[i].algo.data[1 + j] = i == 0 ? preference->alignment[j] : 1;
         results[i].workspaceSize = i == 0 ? std::min<uint64_t>(preference->workspace, 1024) : 0;
         results[i].algo.data[5] = results[i].workspaceSize;
-        results[i].algo.data[6] = (p.m | p.n | p.k) % 8 == 0;
+        results[i].algo.data[6] = p.n;
+        results[i].algo.data[7] = p.k;
     }
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -300,7 +301,8 @@ cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDe
     Product p = {};
     if (!handle || !algo || !result) return CUBLAS_STATUS_INVALID_VALUE;
     if (cublasStatus_t status = describe(&p, desc, A, B, C, D)) return status;
-    if (algo->data[6] && (A->type == CUDA_R_16BF ? p.m : p.m | p.n | p.k) % 8) return CUBLAS_STATUS_NOT_SUPPORTED;
+    const bool same = algo->data[6] == (uint64_t)p.n && algo->data[7] == (uint64_t)p.k;
+    if (!same && (A->type != CUDA_R_16BF || p.m % 8)) return CUBLAS_STATUS_NOT_SUPPORTED;
     result->workspaceSize = algo->data[5];
     result->state = CUBLAS_STATUS_SUCCESS;
     return CUBLAS_STATUS_SUCCESS;

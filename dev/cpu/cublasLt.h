@@ -89,8 +89,7 @@ cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t *
                                                     size_t bytes, size_t *written);
 
 // Whether an algorithm that was named for other matrices does for these, and how much scratch it takes; result->algo is
-// left alone. One that was named where 8 divides all sizes does, in bf16 (so that the tests see both), wherever it
-// divides the rows of D.
+// left alone. Here it does in bf16 alone (so that the tests see both), where 8 divides the rows of D.
 cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t A,
                                        cublasLtMatrixLayout_t B, cublasLtMatrixLayout_t C, cublasLtMatrixLayout_t D,
                                        const cublasLtMatmulAlgo_t *algo, cublasLtMatmulHeuristicResult_t *result);

@@ -1,10 +1,10 @@
 /* Bookends as a C library: one function per operation.
  *
- * Every function works on device memory (on the CPU device: any memory; aligned as is said), launches on `stream` (a cudaStream_t; null is
- * the default stream) and returns at once: nothing is allocated, printed or synchronised, so that a call may be
- * captured in a CUDA graph (what makes, tunes and destroys the LM head's plans says what it does). It returns BK_OK or
- * an error that bk_error_string() puts into words; a refused call launches nothing. Tensors are row-major and need only
- * the alignment of their elements; offsets are 64-bit throughout.
+ * Every function works on device memory (on the CPU device: any memory; aligned as is said), launches on `stream` (a
+ * cudaStream_t; null is the default stream) and returns at once: nothing is allocated, printed or synchronised, so that
+ * a call may be captured in a CUDA graph (what makes, tunes and destroys the LM head's plans says what it does). It
+ * returns BK_OK or an error that bk_error_string() puts into words; a refused call launches nothing. Tensors are
+ * row-major and need only the alignment of their elements; offsets are 64-bit throughout.
  * On the CPU device the results are there when the call returns.
  */
 #ifndef BOOKENDS_H
@@ -159,10 +159,10 @@ enum {
  *   flags       of those above
  *   options     of the classifier; null: the defaults
  *   memory      bytes of workspace at most; 0: a quarter of the logits (N * P of dtype, P being V rounded up to a
- *               multiple of 8, from 4096 on of 128), or more where that is too little for the version to make sense.
- *               Too few for the version: BK_ERROR_MEMORY. Versions 1 and 2 hold all logits; a dW of 16 bits needs more
- *               than one of 32: sums in float, all of them where rows are cut into blocks or not at all, of a tile
- *               where the vocabulary is cut
+ *               multiple of 8, from 4096 on of 128), or the least that makes sense: 128 rows, or tiles of 128 columns.
+ *               Too few for the version: BK_ERROR_MEMORY. Versions 1 and 2 take all logits and some MiB for cuBLASLt. A
+ *               dW of 16 bits takes sums in float: of all of dW where the rows are cut into blocks, or nothing is cut;
+ *               of a tile where the vocabulary is cut
  *   grad_dtype  of dW and dbias: dtype, or BK_FP32
  *   version     0 is the last, the best known; 1.. are those that `lm_head --list` shows. Where version 5's own product
  *               can't be had (see lm_head.cu), it does as version 4

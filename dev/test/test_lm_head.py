@@ -846,7 +846,7 @@ def test_sweep_memory():
 def test_bad_options():
     for value in ("", "x", "0", "-1", "0%", "10%%", "nan", "1e3", "10 %", "1e10", "%", "99999999999"):
         refused("--memory", value, words=["--memory", "'%s'" % value, "MiB"])
-    refused("3", "--memory", "0.0001", words=["version 3", "--memory 0.0001", "too few", "are needed"])
+    refused("3", "--memory", "0.0001", words=["version 3", "--memory 0.0001", "too few", "are enough"])
     refused("6", "--way", "rows", "--columns", 128, words=["--columns", "--way rows"])
     refused("--forward", "--gradients", "dx", words=["--gradients", "--forward"])
     refused("--sweep", "memory", "--memory", "10%", words=["--memory", "--sweep memory"])
@@ -891,7 +891,7 @@ def test_one_version_that_cannot_is_skipped():
     assert result.returncode == 0, result
     lines = result.stdout.splitlines()
     skipped = [line for line in lines if line.startswith("skipped")]
-    assert len(skipped) == 1 and "--memory 0.02" in skipped[0] and "are needed" in skipped[0]
+    assert len(skipped) == 1 and "--memory 0.02" in skipped[0] and "are enough" in skipped[0]
 
 
 def test_help_and_list():
