@@ -1286,8 +1286,8 @@ struct Harness {
         }
         const char *promised[] = {", the same bits each time", ", the same bits each time at a block size", ""};
         if (!block_sizes) promised[SAME_AT_A_BLOCK_SIZE] = promised[SAME_BITS];
-        fprintf(report, "check: max error %.1f (allowed %s%s) over %lld elements%s%s: ok\n", max_error,
-                tolerances().c_str(), all.slack ? " beyond what float sums may be off" : "", all.elements,
+        fprintf(report, "check: max error %.1f%s (allowed %s) over %lld elements%s%s: ok\n", max_error,
+                all.slack ? " beyond what float sums may be off" : "", tolerances().c_str(), all.elements,
                 all.sampled ? " of sampled rows" : "", promised[reproducible]);
         return true;
     }
