@@ -1300,44 +1300,46 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
                           : cublasLtMatrixLayoutCreate(&m.d, result, C, dW ? columns : gemm.rows, C);
         });
     };
-    // What the heuristic has for these matrices, if the check takes it for ours, with no more scratch than it says for
-    // these. (It can't be compared with what there is: of an algorithm that uses 4 bytes if it has them, the check says
-    // 4, even where the heuristic was told that there are none, and proposes it.)
+    // False if the check doesn't take the algorithm; else the scratch that it says.
+    auto check = [&](const GemmMatrices &m, const cublasLtMatmulAlgo_t &algo, size_t *bytes) {
+        cublasLtMatmulHeuristicResult_t checked = {};
+        const cublasStatus_t fits =
+            cublasLtMatmulAlgoCheck(plan.handle, gemm.desc, m.a, m.b, m.d, m.d, &algo, &checked);
+        *bytes = checked.workspaceSize;
+        return fits == CUBLAS_STATUS_SUCCESS;
+    };
+    // What the heuristic has for these matrices; if they are others, as far as the check takes it for ours, with no
+    // more scratch than it says for these. (It can't be compared with what there is: of an algorithm that uses 4 bytes
+    // if it has them, the check says 4, even where the heuristic was told that there are none, and proposes it.)
     auto propose = [&](const GemmMatrices &m) {
+        if (status != CUBLAS_STATUS_SUCCESS) return;
         cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
         int found = 0;
-        auto check = [&](const GemmMatrices &m, const cublasLtMatmulAlgo_t &algo, size_t *bytes) {
-            cublasLtMatmulHeuristicResult_t checked = {};
-            const cublasStatus_t fits =
-                cublasLtMatmulAlgoCheck(plan.handle, gemm.desc, m.a, m.b, m.d, m.d, &algo, &checked);
-            *bytes = checked.workspaceSize;
-            return fits == CUBLAS_STATUS_SUCCESS;
-        };
-        if (status != CUBLAS_STATUS_SUCCESS) return;
         const cublasStatus_t asked = cublasLtMatmulAlgoGetHeuristic(plan.handle, gemm.desc, m.a, m.b, m.d, m.d,
                                                                     preference, GEMM_CANDIDATES, results, &found);
         for (int i = 0; asked == CUBLAS_STATUS_SUCCESS && i < found; i++) {
-            size_t theirs = 0, ours = 0;
+            const cublasLtMatmulAlgo_t &algo = results[i].algo;
+            if (results[i].state != CUBLAS_STATUS_SUCCESS || !sums_in_float(algo)) continue;
             auto same = [&](const cublasLtMatmulHeuristicResult_t &known) {
-                return memcmp(&known.algo, &results[i].algo, sizeof(known.algo)) == 0;
+                return memcmp(&known.algo, &algo, sizeof(algo)) == 0;
             };
-            const bool known = std::any_of(gemm.candidates.begin(), gemm.candidates.end(), same);
-            if (known || results[i].state != CUBLAS_STATUS_SUCCESS || !sums_in_float(results[i].algo)) continue;
-            const bool fits =
-                check(m, results[i].algo, &theirs) && check(gemm.matrices, results[i].algo, &ours) && ours <= theirs;
+            if (std::any_of(gemm.candidates.begin(), gemm.candidates.end(), same)) continue;
+            size_t theirs = 0, ours = 0;
+            const bool fits = &m == &gemm.matrices ||
+                              (check(m, algo, &theirs) && check(gemm.matrices, algo, &ours) && ours <= theirs);
             if (fits) gemm.candidates.push_back(results[i]);
         }
     };
     describe_matrices(gemm.columns, gemm.matrices);
     const int padded = std::min(P, ceil_div(gemm.columns, 128) * 128);
-    if (gemm.aligned && gemm.columns >= 128 && padded > gemm.columns) {
+    const bool large = gemm.aligned && gemm.columns >= 128;
+    if (large && padded > gemm.columns) {
         GemmMatrices wider;
         describe_matrices(padded, wider);
         propose(wider);
         wider.destroy();
     }
-    const bool slow = gemm.aligned && gemm.columns >= 128 && gemm.columns % 8 > 0;
-    if (!slow) propose(gemm.matrices);
+    if (!large || gemm.columns % 8 == 0) propose(gemm.matrices);  // else there are only slow ones
     // Those that split the sum round a logit of 16 bits twice where there is a bias, before they add it and after (CUDA
     // 13.0, H200): only if there are no others.
     if (logits && p.bias && p.type != CUDA_R_32F) {
@@ -2008,12 +2010,7 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
         const void *const b = logits ? (const void *)args.X : run.logits(0);
         const bool adds_dW = !plan.problem.bare && (!plan.float_dW() || plan.blocks() > 1);
         const bool adds = gemm.kind == GEMM_DW ? adds_dW : gemm.kind == GEMM_DX && plan.tiles() > 1;
-        struct Result {
-            float time;
-            size_t candidate;
-            bool operator<(const Result &other) const { return time < other.time; }
-        };
-        std::vector<Result> results;
+        std::vector<std::pair<float, size_t>> results;  // a candidate's time, and which it is
         // Milliseconds of a run, of so many in a row that all take `least`.
         auto time = [&](size_t candidate, float least) {
             gemm.chosen = candidate;
@@ -2039,11 +2036,11 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
         }
         std::sort(results.begin(), results.end());
         results.resize(std::min(results.size(), finalists));
-        for (Result &result : results) result.time = INFINITY;
+        for (auto &result : results) result.first = INFINITY;
         for (int round = 0; round < 3; round++) {
-            for (Result &result : results) result.time = std::min(result.time, time(result.candidate, 1));
+            for (auto &[best, candidate] : results) best = std::min(best, time(candidate, 1));
         }
-        gemm.chosen = std::min_element(results.begin(), results.end())->candidate;
+        gemm.chosen = std::min_element(results.begin(), results.end())->second;
     }
     if (start) cudaEventDestroy(start);
     if (stop) cudaEventDestroy(stop);
