@@ -31,6 +31,8 @@ Run:      ./classifier_fused           the fastest version
 #include <cfloat>
 #include <cmath>
 
+namespace bookends {
+
 struct ClassifierOptions {
     float dloss = 1;  // the gradient of each row's loss: 1/N for that of the mean
     float logit_scale = 1;
@@ -103,10 +105,10 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
 // what the kernels share
 
 // Exponentials are powers of two here, as in the hardware: exp(z) = 2^(z * log2(e)).
-constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
+constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
 // The launcher's arguments, and the constants that the options come to: z = value * size, where value is the logit, its
-// sign turned if logit_scale is negative (with ALL_EXTRAS), or tanh of it. So the largest value is that of the
+// sign turned if logit_scale is negative (with kAllExtras), or tanh of it. So the largest value is that of the
 // largest z, and a scale costs nothing: exp(z) is the power of two of value * (size * log2(e)).
 template <typename floatX>
 struct ClassifierArguments {
@@ -157,7 +159,7 @@ __device__ inline float rescale(float from, float to, float power) {
 
 // What more there is to do for each element of a row, at compile time: nothing; the sum of the values, for label
 // smoothing; or that, whether any logit beats the target's, and signs.
-enum Extras { NO_EXTRAS, SUM, ALL_EXTRAS };
+enum Extras { kNoExtras, kSum, kAllExtras };
 
 // With a softcap, tanh(u) = 1 - 2r and its slope 1 - tanh(u)^2, from e = exp(2u) and r = 1 / (1+e). tanh is off by two
 // roundings of a number near 1 whatever u is. The slope is 4e / (1+e)^2: no difference of numbers that are almost
@@ -170,7 +172,7 @@ __device__ float value_and_slope(float x, const ClassifierArguments<floatX> &arg
         return fmaf(-2.0f, r, 1.0f);
     } else {
         *slope = 1.0f;
-        return extras == ALL_EXTRAS ? args.sign * x : x;
+        return extras == kAllExtras ? args.sign * x : x;
     }
 }
 
@@ -284,7 +286,7 @@ __device__ void see_largest(RunningSoftmax &seen, const Packed<floatX, width> (&
 #pragma unroll
     for (int u = 0; u < count; u++) {
         float most;
-        if constexpr (extras == ALL_EXTRAS) {
+        if constexpr (extras == kAllExtras) {
             most = -FLT_MAX;
 #pragma unroll
             for (int k = 0; k < width; k++) {
@@ -311,7 +313,7 @@ __device__ void see_sums(RunningSoftmax &seen, const Packed<floatX, width> (&x)[
         to_floats(value, x[u]);
 #pragma unroll
         for (int k = 0; k < width; k++) value[k] = value_and_slope<softcap, extras>(value[k], args, &slope);
-        if constexpr (extras != NO_EXTRAS) {
+        if constexpr (extras != kNoExtras) {
             // What halves have in common leaves room in a float for their sum; the other types are taken by differences.
             constexpr bool sums = std::is_same_v<floatX, half>;
             float moved[width];
@@ -352,8 +354,8 @@ __device__ OnlineSoftmax warp_merge(const OnlineSoftmax &seen, float power) {
     OnlineSoftmax all;
     all.max = warp_reduce_max(seen.max);
     all.sum = warp_reduce_sum(seen.sum * rescale(seen.max, all.max, power));
-    if (extras != NO_EXTRAS) all.excess = warp_reduce_sum(seen.excess);
-    if (extras == ALL_EXTRAS) all.beaten = __any_sync(0xffffffffu, seen.beaten);
+    if (extras != kNoExtras) all.excess = warp_reduce_sum(seen.excess);
+    if (extras == kAllExtras) all.beaten = __any_sync(0xffffffffu, seen.beaten);
     return all;
 }
 template <Extras extras>
@@ -361,8 +363,8 @@ __device__ OnlineSoftmax block_merge(const OnlineSoftmax &seen, float power) {
     OnlineSoftmax all;
     all.max = block_reduce_max(seen.max);
     all.sum = block_reduce_sum(seen.sum * rescale(seen.max, all.max, power));
-    if (extras != NO_EXTRAS) all.excess = block_reduce_sum(seen.excess);
-    if (extras == ALL_EXTRAS) all.beaten = __syncthreads_or(seen.beaten);
+    if (extras != kNoExtras) all.excess = block_reduce_sum(seen.excess);
+    if (extras == kAllExtras) all.beaten = __syncthreads_or(seen.beaten);
     return all;
 }
 
@@ -385,7 +387,7 @@ struct RowSum {
     template <typename floatX>
     __device__ RowSum(const OnlineSoftmax &seen, const ClassifierArguments<floatX> &args) {
         const float sum = seen.sum > 0 ? seen.sum : NAN;  // 0: no logit above -inf
-        log_sum = fmaf(-Exponent(seen.max, args.power).off(seen.max), LN2, logf(sum));
+        log_sum = fmaf(-Exponent(seen.max, args.power).off(seen.max), kLn2, logf(sum));
         lse = fmaf(seen.max, args.size, log_sum);
     }
 };
@@ -413,7 +415,7 @@ __device__ void write_scalars(const ClassifierArguments<floatX> &args, long long
     const RowSum of_row(seen, args);
     if (target.bad) report_bad_id(args.status, row);
     float loss = of_row.log_sum - (target.value - seen.max) * args.size;
-    if (extras != NO_EXTRAS && o.label_smoothing != 0) {
+    if (extras != kNoExtras && o.label_smoothing != 0) {
         const float mean = of_row.log_sum - (seen.excess / args.V - (seen.max - target.origin)) * args.size;
         loss = (1 - o.label_smoothing) * loss + o.label_smoothing * mean;
     }
@@ -484,23 +486,23 @@ __device__ void zero_columns(floatX *row, unsigned begin, unsigned end, unsigned
 template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArguments<floatX> args) {
     typedef Packed<floatX, 1> one;
-    const unsigned lane = threadIdx.x % WARP_SIZE;
-    const long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / WARP_SIZE;
+    const unsigned lane = threadIdx.x % kWarpSize;
+    const long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize;
     if (row >= args.N) return;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
     RunningSoftmax seen(args.power);
-    for (unsigned j = lane; target.read && j < args.V; j += WARP_SIZE) {
+    for (unsigned j = lane; target.read && j < args.V; j += kWarpSize) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
     const OnlineSoftmax all = warp_merge<extras>(seen, args.power);
     const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
     if (lane == 0) write_scalars<extras>(args, row, target, all);
     __syncwarp();  // no lane overwrites the target's logit before all have read it
-    for (unsigned j = lane; target.second_pass() && j < args.V; j += WARP_SIZE) {
+    for (unsigned j = lane; target.second_pass() && j < args.V; j += kWarpSize) {
         write_columns<softcap, extras, false>(load_packed<one>(target.logits + j), j, target, g, args);
     }
-    zero_columns(target.dlogits, target.ignored ? 0 : args.V, args.P, lane, WARP_SIZE);
-    zero_columns(target.probs, args.V, args.P, lane, WARP_SIZE);
+    zero_columns(target.dlogits, target.ignored ? 0 : args.V, args.P, lane, kWarpSize);
+    zero_columns(target.probs, args.V, args.P, lane, kWarpSize);
 }
 
 // A block a row. With 1024 threads a block, two rows a multiprocessor are on their way instead of 64: for rows of 100
@@ -644,14 +646,14 @@ struct Staging {
     unsigned chunk;             // vectors, a multiple of 32
     unsigned stages;            // chunks in the ring
 };
-constexpr unsigned STAGED_THREADS = 832;   // at most: 12 warps of readers and of writers, and 72 registers a thread
-constexpr unsigned READING_THREADS = 768;  // at most where there is nothing to write but a row's scalars
-constexpr unsigned VECTORS = 3;            // of a chunk, for a thread, at most
-constexpr unsigned STAGED_VECTORS = 2560;  // of a row, at least
-constexpr unsigned SHARED_VECTORS = 6144;  // of a row that two blocks share where each has few of them, at least
-constexpr unsigned FEW_ROWS = 16;          // at most
-constexpr unsigned LEAVING = 2;            // chunks that are still on their way out when the next one is asked for
-constexpr unsigned MAILS = 2;              // rows that messages are kept of
+constexpr unsigned kStagedThreads = 832;   // at most: 12 warps of readers and of writers, and 72 registers a thread
+constexpr unsigned kReadingThreads = 768;  // at most where there is nothing to write but a row's scalars
+constexpr unsigned kVectors = 3;           // of a chunk, for a thread, at most
+constexpr unsigned kStagedVectors = 2560;  // of a row, at least
+constexpr unsigned kSharedVectors = 6144;  // of a row that two blocks share where each has few of them, at least
+constexpr unsigned kFewRows = 16;          // at most
+constexpr unsigned kLeaving = 2;           // chunks that are still on their way out when the next one is asked for
+constexpr unsigned kMails = 2;             // rows that messages are kept of
 
 // How the parts meet. A barrier (mbarrier) in shared memory is complete when as many have arrived as it was made for,
 // and as many bytes as were announced; then its next phase begins. Who waits names the parity of the phase that it
@@ -683,42 +685,42 @@ struct Leave {
 // The dynamic shared memory.
 struct StagedMemory {
     uint4 *ring;                                         // (stages, chunk)
-    OnlineSoftmax *seen;                                 // (MAILS, readers): what the readers tell
-    OnlineSoftmax *seen_by_blocks;                       // (MAILS, ranks): what the clerks tell each other
+    OnlineSoftmax *seen;                                 // (kMails, readers): what the readers tell
+    OnlineSoftmax *seen_by_blocks;                       // (kMails, ranks): what the clerks tell each other
     Leave *leave;                                        // (stages), the mover's own
     uint64_t *full, *done;                               // (stages)
-    uint64_t *told, *heard, *agreed, *decided, *obeyed;  // (MAILS)
-    ClassifierGradient *gradient;                        // (MAILS)
-    float *target_logit;                                 // (MAILS): what the first block's clerk tells the others
+    uint64_t *told, *heard, *agreed, *decided, *obeyed;  // (kMails)
+    ClassifierGradient *gradient;                        // (kMails)
+    float *target_logit;                                 // (kMails): what the first block's clerk tells the others
 
     __host__ __device__ StagedMemory(void *shared, const Staging &plan, unsigned ranks) {
         ring = (uint4 *)shared;
         seen = (OnlineSoftmax *)(ring + (size_t)plan.stages * plan.chunk);
-        seen_by_blocks = seen + MAILS * plan.readers;
-        leave = (Leave *)(seen_by_blocks + MAILS * ranks);
+        seen_by_blocks = seen + kMails * plan.readers;
+        leave = (Leave *)(seen_by_blocks + kMails * ranks);
         full = (uint64_t *)(leave + plan.stages);
         done = full + plan.stages;
         told = done + plan.stages;
-        heard = told + MAILS;
-        agreed = heard + MAILS;
-        decided = agreed + MAILS;
-        obeyed = decided + MAILS;
-        gradient = (ClassifierGradient *)(obeyed + MAILS);
-        target_logit = (float *)(gradient + MAILS);
+        heard = told + kMails;
+        agreed = heard + kMails;
+        decided = agreed + kMails;
+        obeyed = decided + kMails;
+        gradient = (ClassifierGradient *)(obeyed + kMails);
+        target_logit = (float *)(gradient + kMails);
     }
     static size_t bytes(const Staging &plan, unsigned ranks) {
         char *const begin = (char *)1024;  // any address that is aligned
-        return (char *)(StagedMemory(begin, plan, ranks).target_logit + MAILS) - begin;
+        return (char *)(StagedMemory(begin, plan, ranks).target_logit + kMails) - begin;
     }
     // By a warp.
     __device__ void make_barriers(const Staging &plan, bool writes) const {
         namespace ptx = cuda::ptx;
-        const unsigned lane = threadIdx.x % WARP_SIZE;
-        for (unsigned i = lane; i < plan.stages; i += WARP_SIZE) {
+        const unsigned lane = threadIdx.x % kWarpSize;
+        for (unsigned i = lane; i < plan.stages; i += kWarpSize) {
             ptx::mbarrier_init(&full[i], 1);
             ptx::mbarrier_init(&done[i], writes ? plan.writers : plan.readers);
         }
-        if (lane < MAILS) {
+        if (lane < kMails) {
             ptx::mbarrier_init(&told[lane], plan.readers);
             ptx::mbarrier_init(&heard[lane], 1);
             ptx::mbarrier_init(&agreed[lane], 1);
@@ -734,18 +736,18 @@ struct StagedMemory {
 __device__ inline void warp_arrive(uint64_t *barrier) {
     namespace ptx = cuda::ptx;
     __syncwarp();
-    if (threadIdx.x % WARP_SIZE == 0)
+    if (threadIdx.x % kWarpSize == 0)
         ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier);
 }
 
 // A warp's part of a chunk of `count` vectors, of which it has every warps-th 32, a lane one of each: how many.
 __device__ inline unsigned vectors_of(unsigned count, unsigned warp, unsigned warps) {
-    const unsigned whole = count / WARP_SIZE;
+    const unsigned whole = count / kWarpSize;
     return whole > warp ? (whole - warp - 1) / warps + 1 : 0;
 }
 
-// Calls what(n), n as an integral constant from 1 to VECTORS; nothing for 0.
-template <unsigned most = VECTORS, typename What>
+// Calls what(n), n as an integral constant from 1 to kVectors; nothing for 0.
+template <unsigned most = kVectors, typename What>
 __device__ void with_vectors(unsigned n, What what) {
     if (n == most) {
         what(std::integral_constant<unsigned, most>());
@@ -767,7 +769,7 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
     extern __shared__ uint4 staged[];
     const auto cluster = cooperative_groups::this_cluster();
     const unsigned rank = cluster.block_rank(), ranks = cluster.num_blocks();
-    const unsigned lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const unsigned clerk = plan.readers + plan.writers, mover = clerk + 1;
     const StagedMemory memory(staged, plan, ranks);
     const bool writes = args.dlogits || args.probs;
@@ -813,8 +815,8 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
             const bool leaves = target.dlogits && same_alignment(target);
             for (unsigned v = begin; target.read && v < cut.vectors; v += stride) {
                 // The chunk that comes next in the ring leaves, and the one in this place has.
-                if (loaded + LEAVING >= plan.stages) let_leave();
-                if (loaded >= plan.stages) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<LEAVING>());
+                if (loaded + kLeaving >= plan.stages) let_leave();
+                if (loaded >= plan.stages) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kLeaving>());
                 uint64_t *const full = &memory.full[ring.slot];
                 const unsigned bytes = min(plan.chunk, cut.vectors - v) * 16;
                 const size_t column = cut.head + (size_t)v * x128::size;
@@ -827,23 +829,23 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
             }
         }
         if (lane == 0) {
-            for (unsigned left = min(loaded, plan.stages - LEAVING); left > 0; left--) let_leave();
+            for (unsigned left = min(loaded, plan.stages - kLeaving); left > 0; left--) let_leave();
             ptx::cp_async_bulk_wait_group(ptx::n32_t<0>());
         }
         __syncwarp();
         cluster.barrier_wait(std::move(all_made));
     } else if (warp < plan.readers) {
-        const unsigned mine = threadIdx.x * x128::size, apart = plan.readers * WARP_SIZE * x128::size;
+        const unsigned mine = threadIdx.x * x128::size, apart = plan.readers * kWarpSize * x128::size;
         const unsigned of_chunk = vectors_of(plan.chunk, warp, plan.readers);
-        fetch(first, next_id, extras != NO_EXTRAS, false);
+        fetch(first, next_id, extras != kNoExtras, false);
         for (long long row = first; row < args.N; row += step) {
             ClassifierTarget<floatX> target = describe_target(args, row, next_id);
             const float logit = (float)next_logit;
             next_id = id_after;
             id_after = target_at(row + 2 * step);
-            fetch(row + step, next_id, extras != NO_EXTRAS, false);
+            fetch(row + step, next_id, extras != kNoExtras, false);
             if (!target.read) continue;
-            if (extras != NO_EXTRAS && target.index < args.V) set_logit<false, extras>(target, args, logit);
+            if (extras != kNoExtras && target.index < args.V) set_logit<false, extras>(target, args, logit);
             const Cut cut(target.logits, args.V);
             RunningSoftmax seen(args.power);
             for (unsigned v = begin; v < cut.vectors; v += stride) {
@@ -857,7 +859,7 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                     for (unsigned u = 0; u < n.value; u++) x[u] = load128(chunk + u * apart);
                     see<false, extras>(seen, x, j, apart, target, args);
                 });
-                if (n * plan.readers * WARP_SIZE + threadIdx.x < count) {  // some lanes of a row's last
+                if (n * plan.readers * kWarpSize + threadIdx.x < count) {  // some lanes of a row's last
                     see<false, extras>(seen, load128(chunk + n * apart), j + n * apart, target, args);
                 }
                 if (!writes) warp_arrive(&memory.done[ring.slot]);
@@ -867,7 +869,7 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
             wait_for_phase(&memory.heard[mail.slot], mail.phase ^ 1);
             if (lane == 0) memory.seen[mail.slot * plan.readers + warp] = all;
             warp_arrive(&memory.told[mail.slot]);
-            mail.next(MAILS);
+            mail.next(kMails);
         }
     } else if (warp == clerk) {
         fetch(first, next_id, rank == 0, rank == 0);
@@ -928,10 +930,10 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                 write_columns<false, extras, true>(edge, column, target, g, args);
                 if (target.dlogits && target.ignored) target.dlogits[column] = (floatX)0.0f;
             }
-            mail.next(MAILS);
+            mail.next(kMails);
         }
     } else {
-        const unsigned me = threadIdx.x - plan.readers * WARP_SIZE, threads = plan.writers * WARP_SIZE;
+        const unsigned me = threadIdx.x - plan.readers * kWarpSize, threads = plan.writers * kWarpSize;
         const unsigned mine = me * x128::size, apart = threads * x128::size;
         const unsigned writer = warp - plan.readers, of_chunk = vectors_of(plan.chunk, writer, plan.writers);
         x128 nothing;
@@ -947,7 +949,7 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                 wait_for_phase(&memory.decided[mail.slot], mail.phase);
                 const ClassifierGradient g = memory.gradient[mail.slot];
                 warp_arrive(&memory.obeyed[mail.slot]);
-                mail.next(MAILS);
+                mail.next(kMails);
                 const bool alike = same_alignment(target), leaves = target.dlogits && alike;
                 const bool zeros = target.dlogits && target.ignored;
                 auto each_chunk = [&](auto write) {  // write(the chunk, its number of vectors, the first one's column)
@@ -1014,9 +1016,9 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
 }
 
 template <typename floatX, Extras extras>
-__global__ void __launch_bounds__(STAGED_THREADS, 1)
+__global__ void __launch_bounds__(kStagedThreads, 1)
     classifier_fused_kernel5(ClassifierArguments<floatX> args, Staging plan) {
-    if constexpr (HAS_CLUSTERS) stage_rows<floatX, extras>(args, plan);
+    if constexpr (kHasClusters) stage_rows<floatX, extras>(args, plan);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1030,7 +1032,7 @@ __global__ void __launch_bounds__(STAGED_THREADS, 1)
 //
 // A target of options.ignore_index, whatever that is: loss 0, gradient 0, not correct; lse and probs as for any row,
 // and if neither is wanted the row is not read. Any other target outside 0..V-1: loss NaN, gradient NaN in columns
-// 0..V-1, not correct, and status (one status word that the caller set to STATUS_OK, or null) says which such row came
+// 0..V-1, not correct, and status (one status word that the caller set to kStatusOk, or null) says which such row came
 // first. A logit of -inf has probability 0. A row that holds a NaN, +inf or nothing but -inf (or V = 0): its lse, loss,
 // probabilities and gradient are NaN; with a softcap infinities are +-softcap instead. Where one logit is NaN, none is
 // the largest.
@@ -1065,14 +1067,14 @@ cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX
     args.P = (unsigned)P;
     args.options = options;
     args.size = softcap ? cap : fabsf(scale);
-    args.power = args.size * LOG2E;
+    args.power = args.size * kLog2e;
     args.sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : 0.0f;
-    args.inner = softcap ? 2 * LOG2E * (scale / cap) : 0.0f;
+    args.inner = softcap ? 2 * kLog2e * (scale / cap) : 0.0f;
     args.smoothing = options.label_smoothing / V;
     auto with = [&](auto softcap) {
-        if (all) return launch(args, softcap, std::integral_constant<Extras, ALL_EXTRAS>());
-        if (options.label_smoothing > 0) return launch(args, softcap, std::integral_constant<Extras, SUM>());
-        return launch(args, softcap, std::integral_constant<Extras, NO_EXTRAS>());
+        if (all) return launch(args, softcap, std::integral_constant<Extras, kAllExtras>());
+        if (options.label_smoothing > 0) return launch(args, softcap, std::integral_constant<Extras, kSum>());
+        return launch(args, softcap, std::integral_constant<Extras, kNoExtras>());
     };
     return softcap ? with(std::true_type()) : with(std::false_type());
 }
@@ -1090,7 +1092,7 @@ cudaError_t classifier_fused1(floatX *dlogits, float *losses, float *lse, floatX
     return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
                                  int block = block_size;
-                                 const unsigned grid_size = grid_blocks((long long)N * WARP_SIZE, &block);
+                                 const unsigned grid_size = grid_blocks((long long)N * kWarpSize, &block);
                                  classifier_fused_kernel1<floatX, softcap.value, extras.value>
                                      <<<grid_size, block, 0, stream>>>(args);
                                  return cudaGetLastError();
@@ -1138,21 +1140,21 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
 // lost 3%.) False if there is no plan, and for rows of less than 40 KB, whose second read meets the L2.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, bool few, int block_size,
                          size_t shared) {
-    if (vectors < STAGED_VECTORS) return false;
-    const unsigned most = writes ? STAGED_THREADS : READING_THREADS;
-    const unsigned warps = std::clamp(block_size, 4 * WARP_SIZE, (int)most) / WARP_SIZE;
+    if (vectors < kStagedVectors) return false;
+    const unsigned most = writes ? kStagedThreads : kReadingThreads;
+    const unsigned warps = std::clamp(block_size, 4 * kWarpSize, (int)most) / kWarpSize;
     plan->writers = writes ? (warps - 2) / 2 : 0;  // beside the clerk and the mover
     plan->readers = warps - 2 - plan->writers;
-    const unsigned threads = (writes ? plan->writers : plan->readers) * WARP_SIZE;
-    *ranks = few && writes && vectors >= SHARED_VECTORS ? 2 : 1;
+    const unsigned threads = (writes ? plan->writers : plan->readers) * kWarpSize;
+    *ranks = few && writes && vectors >= kSharedVectors ? 2 : 1;
     while (writes && *ranks < 8 && (size_t)vectors * 16 / *ranks > shared * 45 / 100) *ranks *= 2;
-    const unsigned chunks = ceil_div(vectors, *ranks * threads * VECTORS);  // a block's of a row
+    const unsigned chunks = ceil_div(vectors, *ranks * threads * kVectors);  // a block's of a row
     // Equal shares for all blocks; for a single one, chunks of whole rounds of its threads.
-    const unsigned round = *ranks > 1 ? WARP_SIZE : threads;
+    const unsigned round = *ranks > 1 ? kWarpSize : threads;
     plan->chunk = ceil_div(ceil_div(vectors, *ranks * chunks), round) * round;
     plan->stages = (unsigned)(shared / (plan->chunk * 16));
     while (plan->stages > 0 && StagedMemory::bytes(*plan, *ranks) > shared) plan->stages--;
-    return plan->stages >= (writes ? chunks : 1) + LEAVING;
+    return plan->stages >= (writes ? chunks : 1) + kLeaving;
 }
 
 // Shared memory that a block may have, 0 where the kernel was compiled for devices that have no clusters; and how many
@@ -1175,7 +1177,7 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
     unsigned ranks = 1;
     int multiprocessors = 0;
     const size_t shared = staging_memory(kernel, &multiprocessors);
-    const bool few = args.N <= FEW_ROWS * (long long)multiprocessors;
+    const bool few = args.N <= kFewRows * (long long)multiprocessors;
     if (!plan_staging(&plan, &ranks, vectors, args.dlogits || args.probs, few, block_size, shared)) {
         return cudaErrorNotSupported;
     }
@@ -1187,7 +1189,7 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
     config.numAttrs = 1;
     config.stream = stream;
     config.dynamicSmemBytes = StagedMemory::bytes(plan, ranks);
-    config.blockDim = (plan.readers + plan.writers + 2) * WARP_SIZE;
+    config.blockDim = (plan.readers + plan.writers + 2) * kWarpSize;
     config.gridDim = ranks;
     int clusters = 0;
     cudaError_t error = allow_shared(kernel, config.dynamicSmemBytes);
@@ -1209,13 +1211,13 @@ cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX
     return classifier_launch(
         dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
         [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
-            if constexpr (!softcap.value && extras.value != ALL_EXTRAS) {
+            if constexpr (!softcap.value && extras.value != kAllExtras) {
                 const cudaError_t error = launch_staged<extras.value>(args, block_size, stream);
                 if (error != cudaErrorNotSupported) return error;
             }
             // About eight vectors a thread are best there.
             const int threads =
-                std::clamp((int)(args.V / Packed128<floatX>::size) / 8 / WARP_SIZE * WARP_SIZE, 64, 512);
+                std::clamp((int)(args.V / Packed128<floatX>::size) / 8 / kWarpSize * kWarpSize, 64, 512);
             return launch_reverse<softcap.value, extras.value>(args, std::min(block_size, threads), stream);
         });
 }
@@ -1223,13 +1225,15 @@ cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX
 template <typename floatX>
 constexpr Version<ClassifierFused<floatX>> classifier_fused_versions[] = {
     {1, "warp", "a warp a row, maximum and sum in one read", classifier_fused1<floatX>, 256},
-    {2, "block", "a block a row", classifier_fused2<floatX>, 512, SAME_AT_A_BLOCK_SIZE},
-    {3, "x128", "a thread 16 bytes", classifier_fused3<floatX>, 512, SAME_AT_A_BLOCK_SIZE},
+    {2, "block", "a block a row", classifier_fused2<floatX>, 512, kSameAtABlockSize},
+    {3, "x128", "a thread 16 bytes", classifier_fused3<floatX>, 512, kSameAtABlockSize},
     {4, "reverse", "two passes in opposite order, so that the second meets the cache", classifier_fused4<floatX>, 512,
-     SAME_AT_A_BLOCK_SIZE},
+     kSameAtABlockSize},
     {5, "staged", "a row is read once, waits on the chip, and the next one arrives meanwhile",
-     classifier_fused5<floatX>, STAGED_THREADS, SAME_AT_A_BLOCK_SIZE},
+     classifier_fused5<floatX>, kStagedThreads, kSameAtABlockSize},
 };
+
+}  // namespace bookends
 
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef BOOKENDS_NO_MAIN
@@ -1237,7 +1241,9 @@ constexpr Version<ClassifierFused<floatX>> classifier_fused_versions[] = {
 
 #include "dev/harness.h"
 
-enum LogitKind { GAUSSIAN, PEAKED, UNIFORM };
+namespace bookends {
+
+enum LogitKind { kGaussian, kPeaked, kUniform };
 
 // Logits (N, P) that are made on demand, the same bits on host and device: of integers, scaled by powers of two. The
 // padding holds NaN. Gaussian: the sum of four uniform numbers (Irwin-Hall), of standard deviation 2.3. Peaked:
@@ -1253,10 +1259,10 @@ struct LogitValues {
         if (j >= V) return (floatX)NAN;
         const long long i = row * P + j;
         const uint64_t bits = noise.bits(i);
-        if (kind == UNIFORM) return (floatX)((float)(bits >> 40) * 0x1p-23f - 1.0f);
+        if (kind == kUniform) return (floatX)((float)(bits >> 40) * 0x1p-23f - 1.0f);
         const int sum = (int)((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
         float x = (float)(sum - 2 * 0xffff) * 0x1p-14f;
-        if (kind == PEAKED) {
+        if (kind == kPeaked) {
             const bool own = j == targets[row] && row % 2 == 1;
             if (own || (peaks.bits(i) >> 32) * V >> 32 < 4) x += 14;
         }
@@ -1338,7 +1344,8 @@ void classifier_fused_race(Harness &h) {
     const int *targets = h.targets(N, V, ignore_every, options.ignore_index);
     const int *host_targets = h.host_tokens.data();
     LogitValues<floatX> values = {
-        {1, h.seed}, {2, h.seed}, kind == "gaussian" ? GAUSSIAN : kind == "peaked" ? PEAKED : UNIFORM, V, P, targets};
+        {1, h.seed}, {2, h.seed}, kind == "gaussian" ? kGaussian : kind == "peaked" ? kPeaked : kUniform,
+        V,           P,           targets};
     auto reference =
         std::make_shared<ClassifierReference<floatX>>(ClassifierReference<floatX>{values, options, {}, {}});
     reference->logits.targets = host_targets;
@@ -1351,7 +1358,7 @@ void classifier_fused_race(Harness &h) {
     // The longest sum that there is: that of a lane where a warp has the row, and of what is put together then.
     auto slack_of = [=, &h](const ClassifierRow &row) {
         const int together = h.running > 2 ? Packed128<floatX>::size : 1;
-        return ClassifierSlack(row, options, (double)V / WARP_SIZE / together + together + 16);
+        return ClassifierSlack(row, options, (double)V / kWarpSize / together + together + 16);
     };
     auto expect_dlogits = [=](Expected &expected, long long r) {
         std::vector<double> probs, z;
@@ -1418,7 +1425,10 @@ void classifier_fused_race(Harness &h) {
     });
 }
 
+}  // namespace bookends
+
 int main(int argc, char **argv) {
+    using namespace bookends;
     Harness h("classifier_fused", "softmax, cross-entropy and their gradient",
               {{'b', "B", 8, 2},
                {'t', "T", 1024, 8},

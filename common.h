@@ -17,18 +17,19 @@
 #include <cstring>
 #include <type_traits>
 
-constexpr int WARP_SIZE = 32;
+namespace bookends {
+
+constexpr int kWarpSize = 32;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // checks
 
 // Ends the program on a CUDA error. For programs (main, training loops); launchers and the library return the error.
-inline void cuda_check(cudaError_t error, const char *file, int line) {
+inline void cuda_check(cudaError_t error, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
     if (error == cudaSuccess) return;
     fprintf(stderr, "%s:%d: CUDA error: %s\n", file, line, cudaGetErrorString(error));
     exit(EXIT_FAILURE);
 }
-#define cudaCheck(call) cuda_check((call), __FILE__, __LINE__)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // arithmetic
@@ -290,7 +291,7 @@ int vector_width(int max_elements, long long C, const T *first, Pointers... rest
 // reductions: every thread of the warp (or block) gets the result
 
 __device__ inline float warp_reduce_sum(float value) {
-    for (int offset = WARP_SIZE / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
     return value;
 }
 
@@ -306,8 +307,8 @@ __device__ inline float warp_reduce_max(float value) {
 // at the end, so that the shared memory is free.
 template <float (*warp_reduce)(float)>
 __device__ float block_reduce(float value, float identity) {
-    __shared__ float partial[WARP_SIZE];
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    __shared__ float partial[kWarpSize];
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
     value = warp_reduce(value);
     if (lane == 0) partial[warp] = value;
     __syncthreads();
@@ -321,20 +322,20 @@ __device__ inline float block_reduce_max(float value) { return block_reduce<warp
 // The sum of the values of all threads before this one in the block, and of all in *total. As many threads as above.
 template <typename T>
 __device__ T block_exclusive_sum(T value, T *total) {
-    __shared__ T partial[WARP_SIZE];
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
+    __shared__ T partial[kWarpSize];
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
     auto inclusive = [&](T sum) {
-        for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
+        for (int offset = 1; offset < kWarpSize; offset *= 2) {
             const T below = __shfl_up_sync(0xffffffffu, sum, offset);
             if (lane >= offset) sum += below;
         }
         return sum;
     };
     const T through_me = inclusive(value);
-    if (lane == WARP_SIZE - 1) partial[warp] = through_me;
+    if (lane == kWarpSize - 1) partial[warp] = through_me;
     __syncthreads();
     const T warp_sums = inclusive(lane < warps ? partial[lane] : T(0));
-    *total = __shfl_sync(0xffffffffu, warp_sums, WARP_SIZE - 1);
+    *total = __shfl_sync(0xffffffffu, warp_sums, kWarpSize - 1);
     const T before = __shfl_sync(0xffffffffu, warp_sums, max(warp - 1, 0));
     __syncthreads();
     return (warp > 0 ? before : T(0)) + through_me - value;
@@ -373,9 +374,9 @@ __device__ inline void wait_for_previous_kernel() {
 
 // Whether this code is compiled for devices that have them.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-constexpr bool HAS_CLUSTERS = true;
+constexpr bool kHasClusters = true;
 #else
-constexpr bool HAS_CLUSTERS = false;
+constexpr bool kHasClusters = false;
 #endif
 
 // Returns when the barrier (an mbarrier in shared memory) has completed its phase of that parity.
@@ -410,12 +411,12 @@ __device__ inline void load_bulk(void *to, const void *from, unsigned bytes, uin
 
 // False in device code that isn't sm_90a's, which has none of it.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool HAS_WGMMA = true;
+constexpr bool kHasWgmma = true;
 #else
-constexpr bool HAS_WGMMA = false;
+constexpr bool kHasWgmma = false;
 #endif
 
-constexpr unsigned SWIZZLE_BYTES = 1024;  // what the 128-byte swizzle repeats itself after
+constexpr unsigned kSwizzleBytes = 1024;  // what the 128-byte swizzle repeats itself after
 
 // In shared memory, rows of 128 bytes have their 16-byte chunks in an order that changes from row to row, so that
 // neither the tensor cores nor the threads that write meet bank conflicts: chunk i of row r is where i ^ (r % 8) is.
@@ -427,12 +428,12 @@ __device__ inline uint64_t describe_rows(const void *begin) {
 #ifdef __CUDA_ARCH__
     const uint64_t address = (__cvta_generic_to_shared(begin) & 0x3ffff) >> 4;
     // From bit 16 on: unused with this swizzle; from bit 32: to the next 8 rows; from bit 62: which swizzle.
-    return address | 1ull << 16 | (uint64_t)(SWIZZLE_BYTES >> 4) << 32 | 1ull << 62;
+    return address | 1ull << 16 | (uint64_t)(kSwizzleBytes >> 4) << 32 | 1ull << 62;
 #else
     return (uint64_t)begin;
 #endif
 }
-constexpr uint64_t DESCRIBED_STEP =
+constexpr uint64_t kDescribedStep =
 #ifdef __CUDA_ARCH__
     32 >> 4;
 #else
@@ -445,32 +446,33 @@ constexpr uint64_t DESCRIBED_STEP =
 template <typename floatX>
 __device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define FOUR(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
-#define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
-#define WGMMA(type)                                                                                              \
-    asm volatile(                                                                                                \
-        "{.reg .pred add; setp.ne.b32 add, %130, 0;\n"                                                           \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                             \
-        " {"                                                                                                     \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"    \
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"    \
-        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61,"    \
-        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81,"    \
-        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100,"        \
-        "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116,"        \
-        "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, add, 1, 1, 0, 0;}"       \
-        : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112) \
+#define BOOKENDS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
+#define BOOKENDS_16(i) BOOKENDS_4(i), BOOKENDS_4(i + 4), BOOKENDS_4(i + 8), BOOKENDS_4(i + 12)
+#define BOOKENDS_WGMMA(type)                                                                                   \
+    asm volatile(                                                                                              \
+        "{.reg .pred add; setp.ne.b32 add, %130, 0;\n"                                                         \
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                           \
+        " {"                                                                                                   \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"  \
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"  \
+        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61,"  \
+        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81,"  \
+        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100,"      \
+        "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116,"      \
+        "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, add, 1, 1, 0, 0;}"     \
+        : BOOKENDS_16(0), BOOKENDS_16(16), BOOKENDS_16(32), BOOKENDS_16(48), BOOKENDS_16(64), BOOKENDS_16(80), \
+          BOOKENDS_16(96), BOOKENDS_16(112)                                                                    \
         : "l"(X), "l"(W), "r"((int)add))
     if constexpr (std::is_same_v<floatX, half>) {
-        WGMMA("f16");
+        BOOKENDS_WGMMA("f16");
     } else {
-        WGMMA("bf16");
+        BOOKENDS_WGMMA("bf16");
     }
-#undef WGMMA
-#undef SIXTEEN
-#undef FOUR
+#undef BOOKENDS_WGMMA
+#undef BOOKENDS_16
+#undef BOOKENDS_4
 #elif !defined(__CUDA_ARCH__)
-    const unsigned warp = threadIdx.x / WARP_SIZE % 4, lane = threadIdx.x % WARP_SIZE;
+    const unsigned warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
     float x[2][16], w[16];
     auto load = [](float(&row)[16], uint64_t begin, unsigned r) {  // with the swizzle as the hardware has it
         for (unsigned k = 0; k < 16; k++) {
@@ -525,12 +527,12 @@ __device__ void set_registers() {
 // ---------------------------------------------------------------------------------------------------------------------
 // the status word: which position held the first bad token id or target
 
-// One 64-bit word in device memory, set to STATUS_OK by its owner (cudaMemset with 0xff bytes does it). A kernel that
+// One 64-bit word in device memory, set to kStatusOk by its owner (cudaMemset with 0xff bytes does it). A kernel that
 // meets an id outside 0..V-1 lowers it to that position (an index into the ids) if it is the smallest so far. A target
 // is an id too, and its position that of its row. Nobody resets the word in between, so one look after many launches is
 // enough. As a signed number: -1, or the first bad position.
 typedef unsigned long long status_word;
-constexpr status_word STATUS_OK = ~0ull;
+constexpr status_word kStatusOk = ~0ull;
 
 __host__ __device__ inline bool id_in_range(int id, int V) { return (unsigned)id < (unsigned)V; }
 
@@ -544,7 +546,7 @@ __device__ inline void report_bad_id(status_word *status, long long position) {
 
 // What the same input gives, whatever the load of the GPU: the same bits at every block size; the same bits as long as
 // the block size is the same (a float sum over more threads is rounded elsewhere); other bits each time.
-enum Reproducible { SAME_BITS, SAME_AT_A_BLOCK_SIZE, NOT_REPRODUCIBLE };
+enum Reproducible { kSameBits, kSameAtABlockSize, kNotReproducible };
 
 // One row of a kernel file's table: the number people type, a short name, the one idea it adds, the launcher, the block
 // size that was fastest when it was last tuned (what the library launches with), and what it promises.
@@ -555,7 +557,7 @@ struct Version {
     const char *idea;
     Launcher launch;
     int block_size;
-    Reproducible reproducible = SAME_BITS;
+    Reproducible reproducible = kSameBits;
 };
 
 // The row with that number; 0 asks for the last, the best known. Null if there is none.
@@ -566,3 +568,5 @@ const Version<Launcher> *find_version(const Version<Launcher> (&table)[count], i
     }
     return number == 0 ? &table[count - 1] : nullptr;
 }
+
+}  // namespace bookends

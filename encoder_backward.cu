@@ -24,6 +24,8 @@ Run:      ./encoder_backward           the fastest version
 
 #include <cmath>
 
+namespace bookends {
+
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
@@ -150,24 +152,24 @@ __global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX 
 //   bin kernel    runs of an id become its group:   3: {1}   7: {0,2,4}   9: {3}
 //   kernel 4      a team of 16 lanes takes a group: dwte[7] += dout[0] + dout[2] + dout[4]
 //
-// A tile is TILE neighbouring positions, a bin up to BIN_IDS ids; a run is one id's positions in a warp of a tile, a
+// A tile is kTile neighbouring positions, a bin up to kBinIds ids; a run is one id's positions in a warp of a tile, a
 // group all of its positions. A short group is one team's work; a long one is cut into pieces.
 
-// A group is the positions that hold one id, in ascending order. Groups of 2*PIECE and more are cut, so that one hot id
-// is work for many: every piece but the last has PIECE positions, and the last one up to 2*PIECE - 1.
-constexpr int PIECE = 32;
-static_assert(PIECE >= WARP_SIZE, "a run, which is a warp's at most, begins one piece at most");
-__host__ __device__ inline int pieces_of(int length) { return length < 2 * PIECE ? 1 : length / PIECE; }
+// A group is the positions that hold one id, in ascending order. Groups of 2*kPiece and more are cut, so that one hot id
+// is work for many: every piece but the last has kPiece positions, and the last one up to 2*kPiece - 1.
+constexpr int kPiece = 32;
+static_assert(kPiece >= kWarpSize, "a run, which is a warp's at most, begins one piece at most");
+__host__ __device__ inline int pieces_of(int length) { return length < 2 * kPiece ? 1 : length / kPiece; }
 
 // dwpe's sums over b are cut in the same way, in longer pieces: rows of dout that lie T apart are found without a list.
-constexpr int BATCH_PIECE = 64;
-__host__ __device__ inline int batch_pieces(int B) { return B < 2 * BATCH_PIECE ? 1 : B / BATCH_PIECE; }
+constexpr int kBatchPiece = 64;
+__host__ __device__ inline int batch_pieces(int B) { return B < 2 * kBatchPiece ? 1 : B / kBatchPiece; }
 
 // Ids are dealt out to bins, each of which fits into the shared memory of a block: first by their remainder by the
 // number of buckets, a power of two, so that neighbouring (often similarly frequent) ids go to different ones; then, in
-// vocabularies beyond MAX_BUCKETS * BIN_IDS, by ranges of the quotient. There are as many buckets as it takes for a bin
-// to have no more than BIN_IDS ids, and about BIN_POSITIONS positions.
-constexpr int BIN_IDS = 512, BIN_POSITIONS = 512, MAX_BUCKETS = 512;
+// vocabularies beyond kMaxBuckets * kBinIds, by ranges of the quotient. There are as many buckets as it takes for a bin
+// to have no more than kBinIds ids, and about kBinPositions positions.
+constexpr int kBinIds = 512, kBinPositions = 512, kMaxBuckets = 512;
 struct Bins {
     int log2_buckets;
     int per_bucket;
@@ -175,10 +177,10 @@ struct Bins {
 
     Bins(unsigned N, int V) : log2_buckets(0) {
         auto bucket_ids = [&] { return ceil_div(V, buckets()); };
-        while (buckets() < std::min(V, MAX_BUCKETS) && (bucket_ids() > BIN_IDS || N >> log2_buckets > BIN_POSITIONS)) {
+        while (buckets() < std::min(V, kMaxBuckets) && (bucket_ids() > kBinIds || N >> log2_buckets > kBinPositions)) {
             log2_buckets++;
         }
-        per_bucket = std::max(1, ceil_div(bucket_ids(), BIN_IDS));
+        per_bucket = std::max(1, ceil_div(bucket_ids(), kBinIds));
         count = per_bucket << log2_buckets;
     }
     __host__ __device__ int buckets() const { return 1 << log2_buckets; }
@@ -216,10 +218,10 @@ struct alignas(16) LongPiece {
     int number;      // which piece of the group it is
 };
 
-// What lies in the workspace. A piece of a group that is cut is PIECE long at least: so first / PIECE + bin is a number
+// What lies in the workspace. A piece of a group that is cut is kPiece long at least: so first / kPiece + bin is a number
 // of its own, and those of a bin are a range of their own. It is its place in long_pieces, arrived and partials.
 struct Groups {
-    Run *runs;                 // (tiles, TILE)
+    Run *runs;                 // (tiles, kTile)
     TilePart *tile_parts;      // (buckets, tiles)
     Bin *bins;                 // Bins::count
     ShortGroup *short_groups;  // N places; a bin's, from its begin on
@@ -229,7 +231,7 @@ struct Groups {
     unsigned *arrived;         // partial_rows x slices, see meet
     float *partials;           // partial_rows x C
 };
-__host__ __device__ inline unsigned long_places(unsigned N, unsigned bins) { return N / PIECE + bins; }
+__host__ __device__ inline unsigned long_places(unsigned N, unsigned bins) { return N / kPiece + bins; }
 
 // Rows of partials: the long pieces', then dwpe's.
 inline size_t partial_rows(int B, int T, int bins) {
@@ -239,22 +241,22 @@ inline size_t partial_rows(int B, int T, int bins) {
 // First kernel of the grouping: a block a tile of the positions, a thread a position. Equal ids in a warp become one
 // run, so that a hot id is no more work than others; the tile's runs are then written bucket after bucket, in ascending
 // order within each.
-constexpr int TILE = 1024, TILE_WARPS = TILE / WARP_SIZE;
-inline size_t tile_shared_bytes(const Bins &bins) { return TILE_WARPS * bins.buckets() * sizeof(int); }
+constexpr int kTile = 1024, kTileWarps = kTile / kWarpSize;
+inline size_t tile_shared_bytes(const Bins &bins) { return kTileWarps * bins.buckets() * sizeof(int); }
 
-static __global__ void __launch_bounds__(TILE)
+static __global__ void __launch_bounds__(kTile)
     encoder_backward_tile_kernel(Groups groups, const int *inp, status_word *status, unsigned N, int V, Bins bins,
                                  size_t arrived_count) {
     start_next_kernel();
     extern __shared__ int shared[];  // (warps, buckets): a warp's runs in a bucket, then where they go
     const int buckets = bins.buckets(), tile = blockIdx.x, tiles = gridDim.x;
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const unsigned p = (unsigned)tile * TILE + threadIdx.x;
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const unsigned p = (unsigned)tile * kTile + threadIdx.x;
     const int id = p < N ? inp[p] : -1;
     const bool good = id_in_range(id, V);
     if (!good && p < N) report_bad_id(status, p);
-    for (int i = threadIdx.x; i < TILE_WARPS * buckets; i += TILE) shared[i] = 0;
-    for (size_t i = p; i < arrived_count; i += (size_t)tiles * TILE) groups.arrived[i] = 0;
+    for (int i = threadIdx.x; i < kTileWarps * buckets; i += kTile) shared[i] = 0;
+    for (size_t i = p; i < arrived_count; i += (size_t)tiles * kTile) groups.arrived[i] = 0;
     __syncthreads();
 
     const int bucket = good ? id & (buckets - 1) : -1;
@@ -263,7 +265,7 @@ static __global__ void __launch_bounds__(TILE)
     const unsigned same_bucket = __match_any_sync(0xffffffffu, bucket);
     const bool leader = good && (same_id & below) == 0;
     const unsigned leaders = __ballot_sync(0xffffffffu, leader) & same_bucket;
-    // Runs in the lower half of a word, positions in the upper one: a tile has at most TILE of each.
+    // Runs in the lower half of a word, positions in the upper one: a tile has at most kTile of each.
     if (good && (same_bucket & below) == 0) {
         shared[warp * buckets + bucket] = __popc(leaders) | __popc(same_bucket) << 16;
     }
@@ -271,7 +273,7 @@ static __global__ void __launch_bounds__(TILE)
     int total = 0, all;
     if ((int)threadIdx.x < buckets) {
 #pragma unroll 8
-        for (int w = 0; w < TILE_WARPS; w++) {
+        for (int w = 0; w < kTileWarps; w++) {
             const int count = shared[w * buckets + threadIdx.x];
             shared[w * buckets + threadIdx.x] = total;
             total += count;
@@ -286,7 +288,7 @@ static __global__ void __launch_bounds__(TILE)
     __syncthreads();
     if (leader) {
         const int at = (shared[bucket] + (warp > 0 ? shared[warp * buckets + bucket] : 0)) & 0xffff;
-        groups.runs[(size_t)tile * TILE + at + __popc(leaders & below)] = {id, p - lane, same_id, 0};
+        groups.runs[(size_t)tile * kTile + at + __popc(leaders & below)] = {id, p - lane, same_id, 0};
     }
 }
 
@@ -294,58 +296,58 @@ static __global__ void __launch_bounds__(TILE)
 // warps and the ids then say where each warp's positions of each id go, and a second round puts them there: in
 // ascending order within a group, whatever ran first. Where its part of the arrays begins follows from how many
 // positions the tiles have in lower buckets, so no block waits for another.
-constexpr int BIN_WARPS = 32;
-constexpr size_t bin_shared_bytes = ((BIN_WARPS + 3) * BIN_IDS + 1) * sizeof(int);
+constexpr int kBinWarps = 32;
+constexpr size_t bin_shared_bytes = ((kBinWarps + 3) * kBinIds + 1) * sizeof(int);
 
-static __global__ void __launch_bounds__(BIN_WARPS *WARP_SIZE)
+static __global__ void __launch_bounds__(kBinWarps *kWarpSize)
     encoder_backward_bin_kernel(Groups groups, int N, Bins bins, int tiles) {
     start_next_kernel();
     constexpr unsigned whole_warp = 0xffffffffu;
     extern __shared__ int shared[];
-    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const unsigned below = (1u << lane) - 1;
     const int bin = blockIdx.x, bucket = bin / bins.per_bucket, range = bin % bins.per_bucket;
-    int *counts = shared + warp * BIN_IDS;       // how many of each id this warp has; then where the next one goes
-    int *length = shared + BIN_WARPS * BIN_IDS;  // of each id's group
-    int *begin = length + BIN_IDS;               // where it begins in positions
-    int *place = begin + BIN_IDS;                // where it is in short_groups
-    int *lower = place + BIN_IDS;                // how many positions lower bins have
-    for (int i = threadIdx.x; i < (BIN_WARPS + 3) * BIN_IDS + 1; i += blockDim.x) shared[i] = 0;
+    int *counts = shared + warp * kBinIds;       // how many of each id this warp has; then where the next one goes
+    int *length = shared + kBinWarps * kBinIds;  // of each id's group
+    int *begin = length + kBinIds;               // where it begins in positions
+    int *place = begin + kBinIds;                // where it is in short_groups
+    int *lower = place + kBinIds;                // how many positions lower bins have
+    for (int i = threadIdx.x; i < (kBinWarps + 3) * kBinIds + 1; i += blockDim.x) shared[i] = 0;
     __syncthreads();
     wait_for_previous_kernel();
 
     // A warp has a stretch of the tiles, and goes through their runs in this bucket in ascending order, 32 at a time.
     // take(count, run, local): count positions of the id that is number `local` in this bin; count 0 if it is in
     // another one, or there is no such run.
-    const int stretch = ceil_div(tiles, BIN_WARPS), first = min(warp * stretch, tiles),
+    const int stretch = ceil_div(tiles, kBinWarps), first = min(warp * stretch, tiles),
               end = min(first + stretch, tiles);
     int my_lower = 0;  // of the first round
     auto for_each_run = [&](auto take) {
 #pragma unroll 1
-        for (int some = first; some < end; some += WARP_SIZE) {
+        for (int some = first; some < end; some += kWarpSize) {
             TilePart part = {0, 0, 0, 0};  // a tile a lane
             if (some + lane < end) part = groups.tile_parts[(size_t)bucket * tiles + some + lane];
             my_lower += part.lower;
             int through = part.runs;  // runs up to and with this lane's tile
-            for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
+            for (int offset = 1; offset < kWarpSize; offset *= 2) {
                 const int before = __shfl_up_sync(whole_warp, through, offset);
                 if (lane >= offset) through += before;
             }
-            const int all = __shfl_sync(whole_warp, through, WARP_SIZE - 1);
+            const int all = __shfl_sync(whole_warp, through, kWarpSize - 1);
             // run i lies at skip + i
-            const unsigned skip = (unsigned)(some + lane) * TILE + part.first_run - (through - part.runs);
+            const unsigned skip = (unsigned)(some + lane) * kTile + part.first_run - (through - part.runs);
 #pragma unroll 1
-            for (int i = lane; i - lane < all; i += WARP_SIZE) {
+            for (int i = lane; i - lane < all; i += kWarpSize) {
                 int owner = 0;  // the lane whose tile has run i: the first with i < through
-                for (int step = WARP_SIZE / 2; step > 0; step /= 2) {
+                for (int step = kWarpSize / 2; step > 0; step /= 2) {
                     if (__shfl_sync(whole_warp, through, owner + step - 1) <= i) owner += step;
                 }
                 const unsigned at = __shfl_sync(whole_warp, skip, owner) + i;
                 Run run = {0, 0, 0, 0};
                 if (i < all) run = groups.runs[at];
                 const int quotient = run.id >> bins.log2_buckets, count = __popc(run.mask);
-                if (quotient < range * BIN_IDS) my_lower += count;
-                take(quotient / BIN_IDS == range ? count : 0, run, quotient % BIN_IDS);
+                if (quotient < range * kBinIds) my_lower += count;
+                take(quotient / kBinIds == range ? count : 0, run, quotient % kBinIds);
             }
         }
     };
@@ -368,38 +370,38 @@ static __global__ void __launch_bounds__(BIN_WARPS *WARP_SIZE)
     // behind the others, so that neighbours have as much to do.
     const int mine = threadIdx.x;
     int total = 0;
-    if (mine < BIN_IDS) {
+    if (mine < kBinIds) {
 #pragma unroll 8
-        for (int w = 0; w < BIN_WARPS; w++) total += shared[w * BIN_IDS + mine];
+        for (int w = 0; w < kBinWarps; w++) total += shared[w * kBinIds + mine];
     }
     const bool single = total == 1, several = total > 1 && pieces_of(total) == 1;
     long long sums;  // positions; groups of one and of several, 10 bits each
     const long long before = block_exclusive_sum((long long)total << 20 | (long long)single << 10 | several, &sums);
     const int several_count = sums & 1023, single_count = sums >> 10 & 1023, list_begin = *lower;
-    if (mine < BIN_IDS) {
+    if (mine < kBinIds) {
         int at = list_begin + (int)(before >> 20);
         begin[mine] = at;
         length[mine] = total;
         place[mine] = list_begin + (int)(single ? several_count + (before >> 10 & 1023) : before & 1023);
         if (single || several) {
             ShortGroup &group = groups.short_groups[place[mine]];
-            group.id = (range * BIN_IDS + mine) << bins.log2_buckets | bucket;
+            group.id = (range * kBinIds + mine) << bins.log2_buckets | bucket;
             group.length = total;
             if (total > 2) group.at0 = at;
         }
 #pragma unroll 8
-        for (int w = 0; w < BIN_WARPS; w++) {
-            const int count = shared[w * BIN_IDS + mine];
-            shared[w * BIN_IDS + mine] = at;
+        for (int w = 0; w < kBinWarps; w++) {
+            const int count = shared[w * kBinIds + mine];
+            shared[w * kBinIds + mine] = at;
             at += count;
         }
         const unsigned asked = __ballot_sync(whole_warp, total > 0);
-        if (lane == 0) groups.asked[bin * (BIN_IDS / WARP_SIZE) + warp] = asked;
+        if (lane == 0) groups.asked[bin * (kBinIds / kWarpSize) + warp] = asked;
     }
     if (mine == 0) groups.bins[bin] = {(unsigned)list_begin, (unsigned)(several_count + single_count)};
     // Bad ids are in no list: up to where the last one could end, there are no pieces.
     const int list_end = bin == (int)gridDim.x - 1 ? N : list_begin + (int)(sums >> 20);
-    for (int i = list_begin / PIECE + bin + threadIdx.x; i <= list_end / PIECE + bin; i += blockDim.x) {
+    for (int i = list_begin / kPiece + bin + threadIdx.x; i <= list_end / kPiece + bin; i += blockDim.x) {
         groups.long_pieces[i] = {0, 0, 0, 0};
     }
     __syncthreads();
@@ -417,10 +419,10 @@ static __global__ void __launch_bounds__(BIN_WARPS *WARP_SIZE)
             if (offset == 0) group.at0 = run.base + __ffs(run.mask) - 1;
             if (offset + count == 2) group.at1 = run.base + 31 - __clz(run.mask);
         }
-        const int number = ceil_div(offset, PIECE), pieces = pieces_of(total);
-        if (pieces > 1 && number < pieces && number * PIECE < offset + count) {  // a piece begins in this run
-            const int piece = at + number * PIECE - offset;
-            groups.long_pieces[piece / PIECE + bin] = {run.id, total, piece, number};
+        const int number = ceil_div(offset, kPiece), pieces = pieces_of(total);
+        if (pieces > 1 && number < pieces && number * kPiece < offset + count) {  // a piece begins in this run
+            const int piece = at + number * kPiece - offset;
+            groups.long_pieces[piece / kPiece + bin] = {run.id, total, piece, number};
         }
         // A run's positions: the few of a short run one after the other, those of a long one all at once.
         constexpr int few = 8;
@@ -521,8 +523,8 @@ __device__ void store_new(const Gradient<gradX> &gradient, size_t at, const floa
 }
 
 // A team of 16 lanes adds up rows for one slice of the columns: in bf16, 16 bytes of 16 lanes are 256 bytes of a row.
-constexpr int LANES = 16;
-__device__ inline unsigned team_mask() { return 0xffffu << (threadIdx.y % 2 * LANES); }
+constexpr int kLanes = 16;
+__device__ inline unsigned team_mask() { return 0xffffu << (threadIdx.y % 2 * kLanes); }
 
 // Counts one more arrival; true for the last of `expected`. What the others stored before they arrived is then visible
 // to the whole team: by way of lane 0, whose fences speak for the lanes that it has met.
@@ -534,7 +536,7 @@ __device__ inline bool arrive_last(unsigned *counter, unsigned expected) {
         before = atomicAdd(counter, 1);
         __threadfence();
     }
-    before = __shfl_sync(team_mask(), before, 0, LANES);
+    before = __shfl_sync(team_mask(), before, 0, kLanes);
     __syncwarp(team_mask());
     return before == expected - 1;
 }
@@ -546,11 +548,11 @@ struct Piece {
     size_t place;        // row of the partial sums for the group's first piece; the others follow
 };
 
-// The pieces of a long group meet in a tree: of every FAN neighbours, the last to arrive adds all their sums in order,
+// The pieces of a long group meet in a tree: of every kFan neighbours, the last to arrive adds all their sums in order,
 // stores that in the first one's place, and goes on to the level above; from the last level it goes to the gradient. So
 // nobody waits, no further kernel is needed, and the order of the additions depends on the length of the group alone.
 // c: the thread's first column; unless `active`, it only goes along.
-constexpr int FAN = 16;
+constexpr int kFan = 16;
 
 template <bool stochastic, typename gradX, int width>
 __device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece, const Groups &groups, unsigned slice,
@@ -565,7 +567,7 @@ __device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece,
         if (active) partial.store(partials + mine * C);
         // A node of one child has its sum already; the others span more places than there are levels: one to count in
         // for each level.
-        const int first = piece.number / FAN * FAN, children = min(FAN, piece.pieces - first);
+        const int first = piece.number / kFan * kFan, children = min(kFan, piece.pieces - first);
         const size_t node = piece.place + first * stride;
         if (children > 1) {
             if (!arrive_last(&groups.arrived[(node + level) * slices + slice], children)) return;
@@ -573,11 +575,11 @@ __device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece,
             for (int k = 0; k < width; k++) sum[k] = 0.0f;
             add_rows<float, 4>(sum, 0, children, [&](int k) { return partials + (node + k * stride) * C; });
         }
-        if (piece.pieces <= FAN) break;
+        if (piece.pieces <= kFan) break;
         mine = node;
-        piece.number = first / FAN;
-        piece.pieces = ceil_div(piece.pieces, FAN);
-        stride *= FAN;
+        piece.number = first / kFan;
+        piece.pieces = ceil_div(piece.pieces, kFan);
+        stride *= kFan;
     }
     if (!active) return;
     Columns<gradX, width> old;
@@ -591,7 +593,7 @@ struct Blocks {
     unsigned dwpe, long_pieces, short_groups, zeros;
     bool slice_by_slice;  // else all slices of a block's work are neighbours
 };
-constexpr int POSITIONS_PER_TEAM = 16;  // of the short groups, about
+constexpr int kPositionsPerTeam = 16;  // of the short groups, about
 
 // All that is left once the positions are grouped. A team adds up the rows of a piece and stores the sum, or lets it
 // meet those of the group's other pieces; a team of the short groups goes on to the next one, whose entry in the list
@@ -607,7 +609,7 @@ __global__ void __launch_bounds__(1024)
                              Groups groups, status_word *status, int B, int T, unsigned C, int V, Blocks blocks,
                              Bins bins) {
     const unsigned team = threadIdx.y, teams = blockDim.y, N = (unsigned)B * T,
-                   slices = ceil_div(C, (unsigned)(LANES * width));
+                   slices = ceil_div(C, (unsigned)(kLanes * width));
     const unsigned yz = blockIdx.z * gridDim.y + blockIdx.y;
     unsigned x = blocks.slice_by_slice ? blockIdx.x : yz, s = blocks.slice_by_slice ? yz : blockIdx.x;
     const bool for_dwpe = x < blocks.dwpe;
@@ -616,9 +618,9 @@ __global__ void __launch_bounds__(1024)
         if (!for_dwpe || s > 2) s--;
     }
     if (s >= slices) return;
-    const unsigned column = (s * LANES + threadIdx.x) * width;
+    const unsigned column = (s * kLanes + threadIdx.x) * width;
     const bool active = column < C;  // the others read along in the slice's first columns
-    const unsigned c = active ? column : s * LANES * width;
+    const unsigned c = active ? column : s * kLanes * width;
     dout += c;
 
     Piece piece;
@@ -628,13 +630,13 @@ __global__ void __launch_bounds__(1024)
         if (number >= pieces) return;
         if (pieces > 1) wait_for_previous_kernel();  // it has waited for the tile kernel, which zeroes the counters
         piece = {t, (int)number, (int)pieces, long_places(N, bins.count) + (size_t)t * pieces};
-        const unsigned b = number * BATCH_PIECE, count = number == pieces - 1 ? B - b : BATCH_PIECE;
+        const unsigned b = number * kBatchPiece, count = number == pieces - 1 ? B - b : kBatchPiece;
         Columns<gradX, width> old;
         if (pieces == 1) load_old(old, dwpe, (size_t)t * C + c);
         auto good = [&](unsigned k) { return id_in_range(inp[(size_t)(b + k) * T + t], V); };
         bool bad = false;
 #pragma unroll 4
-        for (unsigned k = threadIdx.x; k < count; k += LANES) bad = bad || !good(k);
+        for (unsigned k = threadIdx.x; k < count; k += kLanes) bad = bad || !good(k);
         const floatX *next = dout + ((size_t)b * T + t) * C;
         auto next_row = [&](int) {
             const floatX *row = next;
@@ -667,7 +669,7 @@ __global__ void __launch_bounds__(1024)
             const LongPiece mine = groups.long_pieces[i];
             if (mine.length == 0) return;
             const int pieces = pieces_of(mine.length);
-            const int count = mine.number == pieces - 1 ? mine.length - mine.number * PIECE : PIECE;
+            const int count = mine.number == pieces - 1 ? mine.length - mine.number * kPiece : kPiece;
             piece = {(unsigned)mine.id, mine.number, pieces, i - mine.number};
             const unsigned *positions = groups.positions + mine.first;
             add_rows<floatX, 8>(sum, 0, count, [&](int k) { return dout + (size_t)positions[k] * C; });
@@ -702,9 +704,9 @@ __global__ void __launch_bounds__(1024)
             const unsigned id = x * teams + team;
             if (id >= (unsigned)V || !active) return;
             const unsigned quotient = id >> bins.log2_buckets;
-            const unsigned bin = (id & (bins.buckets() - 1)) * bins.per_bucket + quotient / BIN_IDS;
-            const unsigned word = groups.asked[(bin * BIN_IDS + quotient % BIN_IDS) / WARP_SIZE];
-            if (word >> (quotient % WARP_SIZE) & 1) return;
+            const unsigned bin = (id & (bins.buckets() - 1)) * bins.per_bucket + quotient / kBinIds;
+            const unsigned word = groups.asked[(bin * kBinIds + quotient % kBinIds) / kWarpSize];
+            if (word >> (quotient % kWarpSize) & 1) return;
             Columns<gradX, width> zeros;
 #pragma unroll
             for (int k = 0; k < width; k++) zeros[k] = (gradX)0.0f;
@@ -723,7 +725,7 @@ __global__ void __launch_bounds__(1024)
 
 // Every launcher:  dwte (V, C) and dwpe (T, C), either may be null: it is not wanted; dout (B, T, C); inp (B, T) int32;
 // row-major, device memory, aligned to their element only, none overlapping another. status: one status word that the
-// caller set to STATUS_OK, or null. A position with an id outside 0..V-1 adds nothing, and status says which came
+// caller set to kStatusOk, or null. A position with an id outside 0..V-1 adds nothing, and status says which came
 // first. workspace: encoder_backward_workspace_bytes() of device memory, whatever it holds and at any alignment;
 // versions 1 to 3 need none. B*T is at most 2^31-1. block_size: a multiple of 32 up to 1024. Nothing is allocated or
 // synchronised. Without positions there is no work; overwriting then zeroes. Version 3 falls back on version 1.
@@ -742,7 +744,7 @@ using EncoderBackward = cudaError_t (*)(gradX *dwte, gradX *dwpe, const floatX *
 
 // The calls that no version can serve.
 inline cudaError_t encoder_backward_refusal(int B, int T, int block_size) {
-    const bool good_size = block_size > 0 && block_size <= 1024 && block_size % WARP_SIZE == 0;
+    const bool good_size = block_size > 0 && block_size <= 1024 && block_size % kWarpSize == 0;
     return good_size && (long long)B * T <= INT32_MAX ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -821,15 +823,15 @@ inline char *lay_out_groups(Groups *groups, char *workspace, int B, int T, int C
         workspace += count * sizeof(**array);
     };
     const Bins bins((unsigned)B * T, V);
-    const size_t N = (size_t)B * T, rows = partial_rows(B, T, bins.count), tiles = ceil_div(N, (size_t)TILE);
-    take(&groups->runs, tiles * TILE);
+    const size_t N = (size_t)B * T, rows = partial_rows(B, T, bins.count), tiles = ceil_div(N, (size_t)kTile);
+    take(&groups->runs, tiles * kTile);
     take(&groups->tile_parts, tiles << bins.log2_buckets);
     take(&groups->bins, bins.count);
     take(&groups->short_groups, N);
     take(&groups->positions, N);
     take(&groups->long_pieces, long_places(N, bins.count));
-    take(&groups->asked, (size_t)bins.count * (BIN_IDS / WARP_SIZE));
-    take(&groups->arrived, rows * ceil_div(C, LANES));  // a slice has LANES columns at least
+    take(&groups->asked, (size_t)bins.count * (kBinIds / kWarpSize));
+    take(&groups->arrived, rows * ceil_div(C, kLanes));  // a slice has kLanes columns at least
     take(&groups->partials, rows * C);
     return workspace;
 }
@@ -863,7 +865,7 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
     Groups groups;
     lay_out_groups(&groups, (char *)workspace, B, T, C, V);
     const Bins bins(N, V);
-    const unsigned slices = ceil_div(C, LANES * width), tiles = ceil_div(N, (unsigned)TILE);
+    const unsigned slices = ceil_div(C, kLanes * width), tiles = ceil_div(N, (unsigned)kTile);
     const size_t arrived_count = partial_rows(B, T, bins.count) * slices;
 
     cudaLaunchAttribute early;
@@ -878,7 +880,7 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
         if (error != cudaSuccess) return error;
 
         config.gridDim = tiles;
-        config.blockDim = TILE;
+        config.blockDim = kTile;
         config.dynamicSmemBytes = tile_shared_bytes(bins);
         error =
             cudaLaunchKernelEx(&config, encoder_backward_tile_kernel, groups, inp, status, N, V, bins, arrived_count);
@@ -887,7 +889,7 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
         config.numAttrs =
             overlap && runs_sm_90_code(encoder_backward_bin_kernel) ? 1 : 0;  // for this kernel and the next
         config.gridDim = bins.count;
-        config.blockDim = BIN_WARPS * WARP_SIZE;
+        config.blockDim = kBinWarps * kWarpSize;
         config.dynamicSmemBytes = bin_shared_bytes;
         error = cudaLaunchKernelEx(&config, encoder_backward_bin_kernel, groups, (int)N, bins, (int)tiles);
     } else if (batch_pieces(B) > 1) {
@@ -896,21 +898,21 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
     if (error != cudaSuccess) return error;
 
     const long long most_work = (long long)T * batch_pieces(B) + long_places(N, bins.count) + N + V;
-    if (most_work * LANES / block_size > INT32_MAX / 2) block_size = 1024;  // a grid holds 2^31-1 blocks
-    const unsigned teams = block_size / LANES;
+    if (most_work * kLanes / block_size > INT32_MAX / 2) block_size = 1024;  // a grid holds 2^31-1 blocks
+    const unsigned teams = block_size / kLanes;
     auto blocks_for = [&](unsigned work) { return ceil_div(work, teams); };
     Blocks blocks = {};
     blocks.slice_by_slice = slice_by_slice;
     if (dwpe) blocks.dwpe = blocks_for(T * batch_pieces(B));
     if (dwte) {
         blocks.long_pieces = blocks_for(long_places(N, bins.count));
-        blocks.short_groups = blocks_for(N / bins.count / POSITIONS_PER_TEAM + 1) * bins.count;
+        blocks.short_groups = blocks_for(N / bins.count / kPositionsPerTeam + 1) * bins.count;
         if (store.overwrite) blocks.zeros = blocks_for(V);
     }
     const unsigned x = blocks.dwpe + blocks.long_pieces + blocks.short_groups + blocks.zeros;
     const unsigned y = slice_by_slice ? slices + 1 : x, grid_y = std::min(y, 65535u);
     config.gridDim = dim3(slice_by_slice ? x : slices, grid_y, ceil_div(y, grid_y));
-    config.blockDim = dim3(LANES, teams);
+    config.blockDim = dim3(kLanes, teams);
     config.dynamicSmemBytes = 0;
     const Gradient<gradX> to_dwte = {dwte, !store.overwrite, mix64(store.seed)};
     const Gradient<gradX> to_dwpe = {dwpe, !store.overwrite, mix64(store.seed + 0x6a09e667f3bcc909ull)};
@@ -969,9 +971,9 @@ cudaError_t encoder_backward6(gradX *dwte, gradX *dwpe, const floatX *dout, cons
 
 template <typename floatX, typename gradX>
 constexpr Version<EncoderBackward<floatX, gradX>> encoder_backward_versions[] = {
-    {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, NOT_REPRODUCIBLE},
+    {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, kNotReproducible},
     {2, "no atomics", "a thread a column, which loops over all positions", encoder_backward2<floatX, gradX>, 32},
-    {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, NOT_REPRODUCIBLE},
+    {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, kNotReproducible},
     {4, "grouped", "positions grouped by id; a group's rows are added up and stored once",
      encoder_backward4<floatX, gradX>, 256},
     {5, "slices", "a slice of the columns at a time, so that dout is read from DRAM once",
@@ -979,11 +981,15 @@ constexpr Version<EncoderBackward<floatX, gradX>> encoder_backward_versions[] = 
     {6, "overlap", "dwpe begins while the positions are being grouped", encoder_backward6<floatX, gradX>, 256},
 };
 
+}  // namespace bookends
+
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef BOOKENDS_NO_MAIN
 #include <memory>
 
 #include "dev/harness.h"
+
+namespace bookends {
 
 template <typename floatX, typename gradX>
 void encoder_backward_race(Harness &h, GradientStore store) {
@@ -1059,7 +1065,10 @@ void encoder_backward_race(Harness &h) {
     encoder_backward_race<floatX, float>(h, store);
 }
 
+}  // namespace bookends
+
 int main(int argc, char **argv) {
+    using namespace bookends;
     Harness h("encoder_backward", "gradient of the token + position embedding",
               {{'b', "B", 8, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}},
               {{"--grad-dtype", {"same", "fp32"}, "type of the gradients"},

@@ -18,6 +18,8 @@ Run:      ./encoder_forward           the fastest version
 */
 #include "common.h"
 
+namespace bookends {
+
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(1024)
 // launchers
 
 // Every launcher:  out (B, T, C); inp (B, T) int32; wte (V, C); wpe (T, C); row-major, device memory, aligned to their
-// element only. status: one status word that the caller set to STATUS_OK, or null. out must not overlap the inputs.
+// element only. status: one status word that the caller set to kStatusOk, or null. out must not overlap the inputs.
 // A position with an id outside 0..V-1 becomes a row of NaN, and status says which came first; nothing outside the
 // tables is read. block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Returns the launch's
 // error (cudaGetLastError's, so one that an earlier call left behind comes out here too; for an impossible block size
@@ -265,9 +267,13 @@ constexpr Version<EncoderForward<floatX>> encoder_forward_versions[] = {
     {5, "slices", "a slice of the columns at a time, so that repeated ids meet the L2", encoder_forward5<floatX>, 256},
 };
 
+}  // namespace bookends
+
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef BOOKENDS_NO_MAIN
 #include "dev/harness.h"
+
+namespace bookends {
 
 template <typename floatX>
 void encoder_forward_race(Harness &h) {
@@ -288,7 +294,10 @@ void encoder_forward_race(Harness &h) {
     });
 }
 
+}  // namespace bookends
+
 int main(int argc, char **argv) {
+    using namespace bookends;
     Harness h("encoder_forward", "token + position embedding",
               {{'b', "B", 8, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}});
     return h.main(argc, argv, encoder_forward_versions<float>, encoder_forward_race<float>, encoder_forward_race<half>,

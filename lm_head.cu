@@ -52,6 +52,8 @@ Run:      ./lm_head                    the fastest version, in a quarter of what
 
 #include <vector>
 
+namespace bookends {
+
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
@@ -100,8 +102,8 @@ __global__ void lm_head_no_channels_kernel(floatX *logits, const floatX *bias, u
 // as long (V = 50257, H200). For dX and dW there may be better (see gemm_create()). For the logits, and else for these
 // too, cuBLASLt's product has a multiple of 8 of a tile's columns, and a kernel here the rest, the tail: the kernels'
 // logits, dlogits, W and dW begin there.
-constexpr unsigned MOST_TAIL = 7;
-constexpr unsigned TAIL_THREADS = WARP_SIZE * WARP_SIZE;  // of a block that makes dW
+constexpr unsigned kMostTail = 7;
+constexpr unsigned kTailThreads = kWarpSize * kWarpSize;  // of a block that makes dW
 
 // A warp a row, and a lane `width` channels at a time. What takes time is the latency of few bytes: so the loads of
 // four rounds go out together.
@@ -109,15 +111,15 @@ template <typename floatX, int width>
 __global__ void lm_head_tail_logits_kernel(floatX *logits, const floatX *X, const floatX *W, const floatX *bias,
                                            unsigned rows, unsigned C, unsigned P, unsigned tail) {
     typedef Packed<floatX, width> some;
-    const unsigned row = blockIdx.x * (blockDim.x / WARP_SIZE) + threadIdx.x / WARP_SIZE,
-                   lane = threadIdx.x % WARP_SIZE;
+    const unsigned row = blockIdx.x * (blockDim.x / kWarpSize) + threadIdx.x / kWarpSize,
+                   lane = threadIdx.x % kWarpSize;
     if (row >= rows) return;
-    float sums[MOST_TAIL] = {}, x[width], w[width];
+    float sums[kMostTail] = {}, x[width], w[width];
 #pragma unroll 4
-    for (unsigned c = lane * width; c < C; c += WARP_SIZE * width) {
+    for (unsigned c = lane * width; c < C; c += kWarpSize * width) {
         to_floats(x, load_packed<some>(X + (size_t)row * C + c));
 #pragma unroll
-        for (unsigned j = 0; j < MOST_TAIL; j++) {
+        for (unsigned j = 0; j < kMostTail; j++) {
             if (j >= tail) break;
             to_floats(w, load_packed<some>(W + (size_t)j * C + c));
 #pragma unroll
@@ -125,7 +127,7 @@ __global__ void lm_head_tail_logits_kernel(floatX *logits, const floatX *X, cons
         }
     }
 #pragma unroll
-    for (unsigned j = 0; j < MOST_TAIL; j++) {
+    for (unsigned j = 0; j < kMostTail; j++) {
         const float sum = warp_reduce_sum(sums[j]) + (bias && j < tail ? (float)bias[j] : 0.0f);
         if (lane == 0 && j < tail) logits[(size_t)row * P + j] = (floatX)sum;
     }
@@ -146,31 +148,31 @@ __global__ void lm_head_tail_dX_kernel(T *dX, const float *sums, const floatX *d
 // A row of dW, blockIdx.y, is added to, or written. 32 warps have 32 channels, each every 32nd row of X, of which a
 // thread has 16 on their way.
 template <typename floatX, typename T>
-__global__ void __launch_bounds__(TAIL_THREADS)
+__global__ void __launch_bounds__(kTailThreads)
     lm_head_tail_dW_kernel(T *dW, const floatX *dlogits, const floatX *X, unsigned rows, unsigned C, unsigned P,
                            bool add) {
     constexpr unsigned most = 16;
-    __shared__ float factors[TAIL_THREADS], partial[WARP_SIZE][WARP_SIZE];
-    const unsigned lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
-    const unsigned c = blockIdx.x * WARP_SIZE + lane, j = blockIdx.y;
+    __shared__ float factors[kTailThreads], partial[kWarpSize][kWarpSize];
+    const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const unsigned c = blockIdx.x * kWarpSize + lane, j = blockIdx.y;
     T *const mine = dW + (size_t)j * C + c;
     const float before = add && warp == 0 && c < C ? (float)*mine : 0.0f;
     float sum = 0;
-    for (unsigned first = 0; first < rows; first += TAIL_THREADS) {
-        const unsigned count = min(TAIL_THREADS, rows - first);
+    for (unsigned first = 0; first < rows; first += kTailThreads) {
+        const unsigned count = min(kTailThreads, rows - first);
         __syncthreads();  // the factors before have been used
         if (threadIdx.x < count) factors[threadIdx.x] = (float)dlogits[(size_t)(first + threadIdx.x) * P + j];
         __syncthreads();
-        for (unsigned r = warp; r < count; r += most * WARP_SIZE) {
+        for (unsigned r = warp; r < count; r += most * kWarpSize) {
             float x[most];
 #pragma unroll
             for (unsigned i = 0; i < most; i++) {
-                const unsigned at = r + i * WARP_SIZE;
+                const unsigned at = r + i * kWarpSize;
                 x[i] = at < count && c < C ? (float)X[(size_t)(first + at) * C + c] : 0.0f;
             }
 #pragma unroll
             for (unsigned i = 0; i < most; i++) {
-                const unsigned at = r + i * WARP_SIZE;
+                const unsigned at = r + i * kWarpSize;
                 if (at < count) sum += factors[at] * x[i];
             }
         }
@@ -179,7 +181,7 @@ __global__ void __launch_bounds__(TAIL_THREADS)
     __syncthreads();
     if (warp > 0 || c >= C) return;
     float total = before;
-    for (unsigned w = 0; w < WARP_SIZE; w++) total += partial[w][lane];
+    for (unsigned w = 0; w < kWarpSize; w++) total += partial[w][lane];
     *mine = (T)total;
 }
 
@@ -236,9 +238,9 @@ struct TiledRow {
     float max, sum, excess, origin, target_logit;
 };
 
-constexpr unsigned TILE_VECTORS = 4;  // of a row, that a thread has on their way at a time
+constexpr unsigned kTileVectors = 4;  // of a row, that a thread has on their way at a time
 
-// Calls several(vectors, column, stride) for TILE_VECTORS vectors that are `stride` columns apart, one(vector, column)
+// Calls several(vectors, column, stride) for kTileVectors vectors that are `stride` columns apart, one(vector, column)
 // for what is left of them, and single(column) for what is behind them: a block's share of a row of a tile. The tile's
 // rows begin at multiples of 16 bytes.
 template <typename floatX, typename Several, typename One, typename Single>
@@ -246,10 +248,10 @@ __device__ void for_each_vector(const floatX *row, unsigned columns, Several sev
     typedef Packed128<floatX> x128;
     const unsigned vectors = columns / x128::size, stride = blockDim.x * x128::size;
     unsigned v = threadIdx.x;
-    for (; v + (TILE_VECTORS - 1) * blockDim.x < vectors; v += TILE_VECTORS * blockDim.x) {
-        x128 x[TILE_VECTORS];
+    for (; v + (kTileVectors - 1) * blockDim.x < vectors; v += kTileVectors * blockDim.x) {
+        x128 x[kTileVectors];
 #pragma unroll
-        for (unsigned u = 0; u < TILE_VECTORS; u++) x[u] = load128(row + v * x128::size + u * stride);
+        for (unsigned u = 0; u < kTileVectors; u++) x[u] = load128(row + v * x128::size + u * stride);
         several(x, v * x128::size, stride);
     }
     for (; v < vectors; v += blockDim.x) one(load128(row + v * x128::size), v * x128::size);
@@ -269,7 +271,7 @@ __global__ void __launch_bounds__(512)
     if (!target.read) return;
     TiledRow before = {-FLT_MAX, 0, 0, 0, 0};
     if (begin > 0) before = rows[row];
-    if (extras != NO_EXTRAS && begin == 0) {
+    if (extras != kNoExtras && begin == 0) {
         float slope;
         const float first = value_and_slope<softcap, extras>((float)target.logits[0], args, &slope);
         before.origin = isfinite(first) ? first : 0.0f;
@@ -311,7 +313,7 @@ __global__ void lm_head_finish_kernel(ClassifierGradient *gradients, const Tiled
         for (unsigned run = 0; run < runs; run++) {
             const TiledRow part = rows[(size_t)run * args.N + row];
             const float columns = min(run_columns, args.V - run * run_columns);
-            const float excess = extras == NO_EXTRAS ? 0 : fmaf(columns, part.origin - target.origin, part.excess);
+            const float excess = extras == kNoExtras ? 0 : fmaf(columns, part.origin - target.origin, part.excess);
             seen = merge(seen, {part.max, part.sum, excess}, args.power);
         }
     }
@@ -337,7 +339,7 @@ __global__ void __launch_bounds__(512)
         target.logits, columns,
         [&](const auto &x, unsigned column, unsigned stride) {
 #pragma unroll
-            for (unsigned u = 0; u < TILE_VECTORS; u++) write(x[u], column + u * stride);
+            for (unsigned u = 0; u < kTileVectors; u++) write(x[u], column + u * stride);
         },
         write, [&](unsigned column) { write(load_packed<one>(target.logits + column), column); });
 }
@@ -349,9 +351,9 @@ template <typename floatX>
 __global__ void __launch_bounds__(1024)
     lm_head_columns_kernel(float *sums, const floatX *dlogits, unsigned rows, unsigned columns, unsigned P) {
     typedef Packed128<floatX> x128;
-    __shared__ float partial[WARP_SIZE * WARP_SIZE * x128::size];
-    const unsigned lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE, warps = blockDim.x / WARP_SIZE;
-    const unsigned across = WARP_SIZE * x128::size, column = blockIdx.x * across + lane * x128::size;
+    __shared__ float partial[kWarpSize * kWarpSize * x128::size];
+    const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
+    const unsigned across = kWarpSize * x128::size, column = blockIdx.x * across + lane * x128::size;
     const unsigned slice = ceil_div(rows, gridDim.y), first = blockIdx.y * slice, last = min(first + slice, rows);
     float sum[x128::size] = {}, values[x128::size];
     if (column + x128::size <= columns) {
@@ -404,13 +406,14 @@ __global__ void lm_head_round_kernel(T *out, const float *sums, long long vector
 // Tiles that the accumulators have room for (a tile of the vocabulary is several): 128 rows of X by 256 of W. Two
 // groups of 4 warps have 64 of the rows each, as 128 sums a thread; a third one loads. The inputs arrive in slices of
 // 64 channels, which is 128 bytes a row.
-constexpr unsigned PRODUCT_ROWS = 128, PRODUCT_COLUMNS = 256, PRODUCT_DEPTH = 64, PRODUCT_STAGES = 4,
-                   GROUP = 4 * WARP_SIZE;
-constexpr unsigned PRODUCT_THREADS = 3 * GROUP;
-constexpr unsigned X_BYTES = PRODUCT_ROWS * PRODUCT_DEPTH * 2, W_BYTES = PRODUCT_COLUMNS * PRODUCT_DEPTH * 2;
-constexpr unsigned BOX_ROWS = 16, BOX_COLUMNS = 64, BOX_BYTES = BOX_ROWS * BOX_COLUMNS * 2;  // leave at a time
-constexpr unsigned WARP_BOXES = 2;                                                           // that a warp has room for
-constexpr size_t PRODUCT_SHARED = PRODUCT_STAGES * (X_BYTES + W_BYTES) + 2 * GROUP / WARP_SIZE * WARP_BOXES * BOX_BYTES;
+constexpr unsigned kProductRows = 128, kProductColumns = 256, kProductDepth = 64, kProductStages = 4,
+                   kGroup = 4 * kWarpSize;
+constexpr unsigned kProductThreads = 3 * kGroup;
+constexpr unsigned kXBytes = kProductRows * kProductDepth * 2, kWBytes = kProductColumns * kProductDepth * 2;
+constexpr unsigned kBoxRows = 16, kBoxColumns = 64, kBoxBytes = kBoxRows * kBoxColumns * 2;  // leave at a time
+constexpr unsigned kWarpBoxes = 2;                                                           // that a warp has room for
+constexpr size_t kProductShared =
+    kProductStages * (kXBytes + kWBytes) + 2 * kGroup / kWarpSize * kWarpBoxes * kBoxBytes;
 
 // Rows of a matrix of 16 bits, for bulk copies of `box_rows` by 64 columns to and from swizzled shared memory. What is
 // behind the last column or row is 0, and not written but for the rest of a row's last 16 bytes. The address and the
@@ -448,7 +451,7 @@ struct ProductArguments {
     TiledRow *seen;                       // (runs, rows)
     const ClassifierGradient *gradients;  // (rows)
 
-    __host__ __device__ unsigned tiles_of_run() const { return ceil_div(ceil_div(columns, PRODUCT_COLUMNS), runs); }
+    __host__ __device__ unsigned tiles_of_run() const { return ceil_div(ceil_div(columns, kProductColumns), runs); }
 };
 
 // A thread's 64 logits of a row, as 8 vectors: the column, in the tile, of the i-th.
@@ -475,7 +478,7 @@ __device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], 
     seen.raise(largest, args.power);
     for_each([&](float value) {
         seen.sum += seen.exponent.exp(value);
-        if (extras != NO_EXTRAS) seen.excess += value - origin;
+        if (extras != kNoExtras) seen.excess += value - origin;
     });
 }
 
@@ -496,21 +499,21 @@ __device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], 
 // What it is worth (H200, bf16, N 8192, C 768, V 50304): cuBLASLt takes 0.80 ms for the logits, and storing them is in
 // that. This product takes 0.75 ms without anything behind it.
 template <typename floatX, bool writes, bool softcap, Extras extras>
-__global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
+__global__ void __launch_bounds__(kHasWgmma ? kProductThreads : kWarpSize, 1)
     lm_head_product_kernel(const __grid_constant__ ProductArguments<floatX> product, ClassifierArguments<floatX> args) {
-    if constexpr (HAS_WGMMA) {
+    if constexpr (kHasWgmma) {
         namespace ptx = cuda::ptx;
         typedef Packed<floatX, 8> x8;
-        extern __shared__ __align__(SWIZZLE_BYTES) char inputs[];
-        __shared__ uint64_t full[PRODUCT_STAGES], empty[PRODUCT_STAGES];
-        char *const outputs = inputs + PRODUCT_STAGES * (X_BYTES + W_BYTES);
-        const unsigned group = threadIdx.x / GROUP, warp = threadIdx.x / WARP_SIZE % 4, lane = threadIdx.x % WARP_SIZE;
-        const unsigned across = ceil_div(product.columns, PRODUCT_COLUMNS), down = ceil_div(product.rows, PRODUCT_ROWS);
-        const unsigned slices = ceil_div(product.C, PRODUCT_DEPTH), run_tiles = product.tiles_of_run();
+        extern __shared__ __align__(kSwizzleBytes) char inputs[];
+        __shared__ uint64_t full[kProductStages], empty[kProductStages];
+        char *const outputs = inputs + kProductStages * (kXBytes + kWBytes);
+        const unsigned group = threadIdx.x / kGroup, warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
+        const unsigned across = ceil_div(product.columns, kProductColumns), down = ceil_div(product.rows, kProductRows);
+        const unsigned slices = ceil_div(product.C, kProductDepth), run_tiles = product.tiles_of_run();
         if (threadIdx.x == 0) {
-            for (unsigned i = 0; i < PRODUCT_STAGES; i++) {
-                ptx::mbarrier_init(&full[i], product.mapped ? 1 : GROUP);
-                ptx::mbarrier_init(&empty[i], 2 * GROUP / WARP_SIZE);
+            for (unsigned i = 0; i < kProductStages; i++) {
+                ptx::mbarrier_init(&full[i], product.mapped ? 1 : kGroup);
+                ptx::mbarrier_init(&empty[i], 2 * kGroup / kWarpSize);
             }
             ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
         }
@@ -520,9 +523,9 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
         // for each of its tiles, end(first row, run).
         auto for_each_tile = [&](auto begin, auto tile, auto end) {
             for (unsigned unit = blockIdx.x; unit < down * product.runs; unit += gridDim.x) {
-                const unsigned row = unit % down * PRODUCT_ROWS, run = unit / down, first = run * run_tiles;
+                const unsigned row = unit % down * kProductRows, run = unit / down, first = run * run_tiles;
                 begin(row);
-                for (unsigned t = first; t < min(first + run_tiles, across); t++) tile(row, t * PRODUCT_COLUMNS);
+                for (unsigned t = first; t < min(first + run_tiles, across); t++) tile(row, t * kProductColumns);
                 end(row, run);
             }
         };
@@ -531,21 +534,21 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
             set_registers<40, false>();  // of three times 168, which leaves the others 232 each
             auto load = [&](unsigned row, unsigned column) {
                 for (unsigned slice = 0; slice < slices; slice++) {
-                    char *const X = inputs + ring.slot * (X_BYTES + W_BYTES), *const W = X + X_BYTES;
-                    const int channel = slice * PRODUCT_DEPTH;
+                    char *const X = inputs + ring.slot * (kXBytes + kWBytes), *const W = X + kXBytes;
+                    const int channel = slice * kProductDepth;
                     uint64_t *const here = &full[ring.slot];
                     wait_for_phase(&empty[ring.slot], ring.phase ^ 1);
                     if (product.mapped) {
                         const int X_at[] = {channel, (int)row}, W_at[] = {channel, (int)column};
                         ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, here,
-                                                       X_BYTES + W_BYTES);
+                                                       kXBytes + kWBytes);
                         ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, X, &product.X, X_at, here);
                         ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, W, &product.W, W_at, here);
                     } else {
-                        for (unsigned i = threadIdx.x; i < (PRODUCT_ROWS + PRODUCT_COLUMNS) * PRODUCT_DEPTH;
-                             i += GROUP) {
-                            const bool of_X = i < PRODUCT_ROWS * PRODUCT_DEPTH;
-                            const unsigned r = i / PRODUCT_DEPTH - (of_X ? 0 : PRODUCT_ROWS), c = i % PRODUCT_DEPTH;
+                        for (unsigned i = threadIdx.x; i < (kProductRows + kProductColumns) * kProductDepth;
+                             i += kGroup) {
+                            const bool of_X = i < kProductRows * kProductDepth;
+                            const unsigned r = i / kProductDepth - (of_X ? 0 : kProductRows), c = i % kProductDepth;
                             const unsigned from = r + (of_X ? row : column),
                                            rows = of_X ? product.rows : product.columns;
                             const floatX *const matrix = of_X ? product.X_rows : product.W_rows;
@@ -556,7 +559,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                         ptx::fence_proxy_async(ptx::space_shared);
                         ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, here);
                     }
-                    ring.next(PRODUCT_STAGES);
+                    ring.next(kProductStages);
                 }
             };
             if (threadIdx.x == 0 || !product.mapped) for_each_tile(nothing, load, nothing);
@@ -564,7 +567,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
         }
         set_registers<232, true>();
         float sums[128];
-        const unsigned own_row = (group - 1) * 64 + warp * BOX_ROWS + lane / 4;  // and the one 8 further on
+        const unsigned own_row = (group - 1) * 64 + warp * kBoxRows + lane / 4;  // and the one 8 further on
         auto release = [&](unsigned slot) {
             if (lane == 0) ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &empty[slot]);
         };
@@ -581,13 +584,13 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
             unsigned before = 0;
             for (unsigned slice = 0; slice < slices; slice++) {
                 wait_for_phase(&full[ring.slot], ring.phase);
-                char *const stage = inputs + ring.slot * (X_BYTES + W_BYTES);
-                const uint64_t X = describe_rows(stage + (group - 1) * (X_BYTES / 2)),
-                               W = describe_rows(stage + X_BYTES);
+                char *const stage = inputs + ring.slot * (kXBytes + kWBytes);
+                const uint64_t X = describe_rows(stage + (group - 1) * (kXBytes / 2)),
+                               W = describe_rows(stage + kXBytes);
                 wgmma_begin();
 #pragma unroll
-                for (unsigned k = 0; k < PRODUCT_DEPTH / 16; k++) {
-                    wgmma_64x256x16<floatX>(sums, X + k * DESCRIBED_STEP, W + k * DESCRIBED_STEP, slice + k > 0);
+                for (unsigned k = 0; k < kProductDepth / 16; k++) {
+                    wgmma_64x256x16<floatX>(sums, X + k * kDescribedStep, W + k * kDescribedStep, slice + k > 0);
                 }
                 wgmma_end();
                 if (slice > 0) {
@@ -595,7 +598,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                     release(before);
                 }
                 before = ring.slot;
-                ring.next(PRODUCT_STAGES);
+                ring.next(kProductStages);
             }
             wgmma_wait<0>();
             release(before);
@@ -619,7 +622,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
             }
         };
         if constexpr (writes) {
-            char *const boxes = outputs + (threadIdx.x / WARP_SIZE - 4) * WARP_BOXES * BOX_BYTES;  // the warp's
+            char *const boxes = outputs + (threadIdx.x / kWarpSize - 4) * kWarpBoxes * kBoxBytes;  // the warp's
             ClassifierGradient g[2] = {product.gradients[0], product.gradients[0]};  // there is no empty one
             for_each_tile(
                 [&](unsigned row) {
@@ -631,8 +634,8 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                 [&](unsigned row, unsigned column) {
                     multiply(column);
 #pragma unroll
-                    for (unsigned b = 0; b < PRODUCT_COLUMNS / BOX_COLUMNS; b++) {
-                        char *const box = boxes + b % 2 * BOX_BYTES;
+                    for (unsigned b = 0; b < kProductColumns / kBoxColumns; b++) {
+                        char *const box = boxes + b % 2 * kBoxBytes;
                         if (lane == 0) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>());
                         __syncwarp();
 #pragma unroll
@@ -648,8 +651,8 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                             *(unsigned *)(half + swizzled(r, chunk + 3)) = words.w;
                         }
                         for (unsigned h = 0; h < 2; h++) {
-                            const unsigned at = targets[h] - column - b * BOX_COLUMNS;  // in this box, if so
-                            if (at < BOX_COLUMNS && at % 8 / 2 == lane % 4 && !ignored[h]) {
+                            const unsigned at = targets[h] - column - b * kBoxColumns;  // in this box, if so
+                            if (at < kBoxColumns && at % 8 / 2 == lane % 4 && !ignored[h]) {
                                 *(floatX *)(box + swizzled(lane / 4 + 8 * h, at / 8) + at % 8 * 2) =
                                     (floatX)g[h].at_target;
                             }
@@ -657,7 +660,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                         ptx::fence_proxy_async(ptx::space_shared);
                         __syncwarp();
                         if (lane == 0) {
-                            const int to[] = {(int)(column + b * BOX_COLUMNS), (int)(row + own_row)};
+                            const int to[] = {(int)(column + b * kBoxColumns), (int)(row + own_row)};
                             ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, &product.out, to, box);
                             ptx::cp_async_bulk_commit_group();
                         }
@@ -686,7 +689,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                     for (unsigned i = 0; i < 16; i++) x[i / 8][i % 8] = logits(i / 8, i % 8);
 #pragma unroll
                     for (unsigned h = 0; h < 2; h++) {
-                        if (extras != NO_EXTRAS && fresh) {  // the run's first logit
+                        if (extras != kNoExtras && fresh) {  // the run's first logit
                             float values[8], slope;
                             to_floats(values, x[h][0]);
                             float value = value_and_slope<softcap, extras>(values[0], args, &slope);
@@ -694,7 +697,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                             rows[h].origin = isfinite(value) ? value : 0.0f;
                         }
                         const unsigned at = targets[h] - column;
-                        if (at < PRODUCT_COLUMNS && at % 8 / 2 == lane % 4) {  // here, and mine
+                        if (at < kProductColumns && at % 8 / 2 == lane % 4) {  // here, and mine
 #pragma unroll
                             for (unsigned u = 0; u < 8; u++) {
                                 float values[8];
@@ -705,7 +708,7 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
                             }
                         }
                     }
-                    if (column + PRODUCT_COLUMNS <= product.columns) {
+                    if (column + kProductColumns <= product.columns) {
 #pragma unroll
                         for (unsigned h = 0; h < 2; h++) {
                             see_largest<softcap, extras>(seen[h], x[h], 0, 0, rows[h], args);
@@ -744,10 +747,10 @@ __global__ void __launch_bounds__(HAS_WGMMA ? PRODUCT_THREADS : WARP_SIZE, 1)
 
 // How the logits are cut.
 enum LmHeadWay {
-    LM_HEAD_TEXTBOOK,    // not at all, and the probabilities beside them
-    LM_HEAD_ROWS,        // in blocks of rows, perhaps a single one
-    LM_HEAD_VOCABULARY,  // in tiles of the vocabulary; in blocks of rows too where a float dX of all doesn't fit
-    LM_HEAD_EPILOGUE     // the same, by a product of our own; the first pass has no logits at all
+    kLmHeadTextbook,    // not at all, and the probabilities beside them
+    kLmHeadRows,        // in blocks of rows, perhaps a single one
+    kLmHeadVocabulary,  // in tiles of the vocabulary; in blocks of rows too where a float dX of all doesn't fit
+    kLmHeadEpilogue     // the same, by a product of our own; the first pass has no logits at all
 };
 
 // What plans go by. With --way and --overlap, version 6 can be made to do otherwise, to see what its choice is worth.
@@ -779,10 +782,10 @@ inline cudaError_t lm_head_device(LmHeadDevice *about) {
     get(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
     cudaFuncAttributes kernel = {};  // code for another device than sm_90a takes no such blocks
     if (error == cudaSuccess) {
-        error = cudaFuncGetAttributes(&kernel, lm_head_product_kernel<__nv_bfloat16, false, false, NO_EXTRAS>);
+        error = cudaFuncGetAttributes(&kernel, lm_head_product_kernel<__nv_bfloat16, false, false, kNoExtras>);
     }
-    about->has_product = kernel.binaryVersion == 90 && kernel.maxThreadsPerBlock >= (int)PRODUCT_THREADS &&
-                         (size_t)shared >= PRODUCT_SHARED;
+    about->has_product = kernel.binaryVersion == 90 && kernel.maxThreadsPerBlock >= (int)kProductThreads &&
+                         (size_t)shared >= kProductShared;
     return error;
 }
 
@@ -812,7 +815,7 @@ struct GemmMatrices {
 };
 
 // A product, with the algorithm chosen for it.
-enum GemmKind { GEMM_LOGITS, GEMM_DX, GEMM_DW };
+enum GemmKind { kGemmLogits, kGemmDX, kGemmDW };
 struct Gemm {
     GemmKind kind;
     int rows, columns;  // of the logits that it makes or reads
@@ -823,12 +826,12 @@ struct Gemm {
     size_t chosen = 0;
 };
 
-constexpr size_t WORKSPACE_ALIGNMENT = 256;  // and of its parts
+constexpr size_t kWorkspaceAlignment = 256;  // and of its parts
 
 // A plan: made by lm_head_create(), run as often as one likes, by one thread at a time, and destroyed.
 struct LmHead {
     LmHeadProblem problem;
-    LmHeadWay way = LM_HEAD_ROWS;
+    LmHeadWay way = kLmHeadRows;
     int rows = 0, columns = 0;  // of a block and of a tile
     int P = 0;                  // columns that a row of a block or tile has room for
     int buffers = 1;            // tiles that there is room for
@@ -849,17 +852,17 @@ struct LmHead {
 
     // Of a tile's columns, those that cuBLASLt's product has: a multiple of 8, and the tail has the rest; or all.
     int columns_of(GemmKind kind, int columns) const {
-        const bool all = columns < 128 || (kind != GEMM_LOGITS && device.ragged);
+        const bool all = columns < 128 || (kind != kGemmLogits && device.ragged);
         return all ? columns : columns / 8 * 8;
     }
     int blocks() const { return rows > 0 ? ceil_div(problem.N, rows) : 0; }
     int tiles() const { return columns > 0 ? ceil_div(problem.V, columns) : 0; }
-    bool by_tiles() const { return way == LM_HEAD_VOCABULARY || way == LM_HEAD_EPILOGUE; }
+    bool by_tiles() const { return way == kLmHeadVocabulary || way == kLmHeadEpilogue; }
     bool gradient() const { return problem.dX || problem.dW || problem.dbias; }
-    bool can_use(const void *workspace) const { return bytes == 0 || (uintptr_t)workspace % WORKSPACE_ALIGNMENT == 0; }
+    bool can_use(const void *workspace) const { return bytes == 0 || (uintptr_t)workspace % kWorkspaceAlignment == 0; }
     // Where a dX is the sum of several tiles' parts, or of a tail's too, it is in float until it is complete.
     bool float_dX() const {
-        const bool parts = by_tiles() || columns_of(GEMM_DX, columns) < columns;
+        const bool parts = by_tiles() || columns_of(kGemmDX, columns) < columns;
         return problem.dX && problem.type != CUDA_R_32F && parts;
     }
     // A dW of 16 bits too, since cuBLASLt's own addition to it may round twice: first the product, then the sum with
@@ -867,12 +870,12 @@ struct LmHead {
     bool float_dW() const { return problem.dW && problem.gradient_type != CUDA_R_32F && !problem.bare; }
     // And a dbias of 16 bits that several blocks of rows add to.
     bool float_dbias() const {
-        return problem.dbias && problem.gradient_type != CUDA_R_32F && way == LM_HEAD_ROWS && blocks() > 1;
+        return problem.dbias && problem.gradient_type != CUDA_R_32F && way == kLmHeadRows && blocks() > 1;
     }
     // Slices of the rows for dbias: some 256 blocks, each of 128 rows at least.
     unsigned row_slices() const {
         const unsigned vector = problem.type == CUDA_R_32F ? 4 : 8;
-        const unsigned across = ceil_div((unsigned)std::max(columns, 1), WARP_SIZE * vector);
+        const unsigned across = ceil_div((unsigned)std::max(columns, 1), kWarpSize * vector);
         return std::min(ceil_div(256u, across), ceil_div((unsigned)rows, 128u));
     }
 };
@@ -902,19 +905,19 @@ inline bool lm_head_layout(LmHead &plan) {
     auto part = [&](bool wanted, double bytes) {
         const size_t begin = next;
         possible = possible && (!wanted || next + bytes < 0x1p62);
-        if (wanted && possible) next += ceil_div((size_t)bytes, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT;
+        if (wanted && possible) next += ceil_div((size_t)bytes, kWorkspaceAlignment) * kWorkspaceAlignment;
         return begin;
     };
     const double rows = plan.rows, V = p.V, C = p.C;
-    const double seen = plan.way == LM_HEAD_EPILOGUE ? (double)plan.runs * p.N : rows;
+    const double seen = plan.way == kLmHeadEpilogue ? (double)plan.runs * p.N : rows;
     // First what both passes need, then what the first leaves to lm_head_finish_kernel; in version 5's way, nothing of
     // what follows is there yet when that is done, so it takes the same place.
     plan.gradients = part(plan.by_tiles() && plan.gradient(), std::min(seen, (double)p.N) * sizeof(ClassifierGradient));
-    plan.seen = part(plan.way != LM_HEAD_ROWS, seen * std::max(sizeof(TiledRow), sizeof(OnlineSoftmax)));
+    plan.seen = part(plan.way != kLmHeadRows, seen * std::max(sizeof(TiledRow), sizeof(OnlineSoftmax)));
     const size_t statistics_end = next;
-    if (plan.way == LM_HEAD_EPILOGUE) next = plan.seen;
+    if (plan.way == kLmHeadEpilogue) next = plan.seen;
     plan.logits = part(true, plan.buffers * rows * plan.P * lm_head_size(p.type));
-    plan.probs = part(plan.way == LM_HEAD_TEXTBOOK, rows * V * sizeof(float));
+    plan.probs = part(plan.way == kLmHeadTextbook, rows * V * sizeof(float));
     plan.dX = part(plan.float_dX(), rows * C * sizeof(float));
     plan.dW = part(plan.float_dW(), plan.columns * C * sizeof(float));
     plan.dbias = part(plan.float_dbias(), V * sizeof(float));
@@ -947,7 +950,7 @@ inline int even_pieces(int count, int most, int unit) {
 // two parts took 3% and 9% longer than one, of C 2048, V 128256 in 10%, 5%.)
 inline bool plan_rows(LmHead &plan, size_t memory) {
     const LmHeadProblem &p = plan.problem;
-    plan.way = LM_HEAD_ROWS;
+    plan.way = kLmHeadRows;
     plan.columns = p.V;
     auto fits = [&](int rows) {
         plan.rows = rows;
@@ -966,7 +969,7 @@ inline bool plan_rows(LmHead &plan, size_t memory) {
 inline bool plan_vocabulary(LmHead &plan, size_t memory, bool overlap) {
     const LmHeadProblem &p = plan.problem;
     const LmHeadTuning &tuning = p.tuning;
-    plan.way = LM_HEAD_VOCABULARY;
+    plan.way = kLmHeadVocabulary;
     plan.buffers = overlap ? 2 : 1;
     auto fits = [&](int rows, int columns, int buffers) {
         plan.rows = rows;
@@ -1006,7 +1009,7 @@ inline int full_runs(int tiles, int runs) { return ceil_div(tiles, ceil_div(tile
 
 // So many runs of the columns' tiles that the blocks of the product have about the same to do.
 inline int even_runs(int rows, int columns, int multiprocessors) {
-    const int down = ceil_div(rows, (int)PRODUCT_ROWS), across = ceil_div(columns, (int)PRODUCT_COLUMNS);
+    const int down = ceil_div(rows, (int)kProductRows), across = ceil_div(columns, (int)kProductColumns);
     double least = INFINITY;
     int best = 1;
     for (int runs = 1; runs <= std::min(across, 2 * multiprocessors); runs++) {
@@ -1030,10 +1033,10 @@ inline double lm_head_cost(const LmHead &plan);
 inline bool plan_epilogue(LmHead &plan, size_t memory) {
     const LmHeadProblem &p = plan.problem;
     if (!has_epilogue(plan)) return false;
-    plan.way = LM_HEAD_EPILOGUE;
+    plan.way = kLmHeadEpilogue;
     plan.buffers = plan.gradient() ? 1 : 0;
     if (!p.dX && !p.dW) plan.gemm_bytes = 0;  // cuBLASLt has nothing to do
-    const int unit = PRODUCT_COLUMNS, last = ceil_div(p.N, 128);
+    const int unit = kProductColumns, last = ceil_div(p.N, 128);
     int most = p.tuning.columns > 0 ? std::min(p.tuning.columns, p.V) : p.V;
     if (most < p.V && most > unit) most = most / unit * unit;
     const bool one_block = (p.dW || p.dbias) && p.gradient_type != CUDA_R_32F;
@@ -1052,7 +1055,7 @@ inline bool plan_epilogue(LmHead &plan, size_t memory) {
             const int units =
                 largest_that_fits(1, ceil_div(most, unit), [&](int n) { return fits(height, width_of(n)); });
             // As wide as can be, or so that each multiprocessor has the same number of tiles.
-            const long long down = ceil_div(height, (int)PRODUCT_ROWS), SMs = plan.device.multiprocessors;
+            const long long down = ceil_div(height, (int)kProductRows), SMs = plan.device.multiprocessors;
             for (const int n : {units, (int)(units * down / SMs * SMs / down)}) {
                 if (n < 1 || !fits(height, even_pieces(p.V, width_of(n), std::min(unit, most)))) continue;
                 const double cost = lm_head_cost(plan);
@@ -1101,16 +1104,16 @@ inline double lm_head_cost(const LmHead &plan) {
     const double passes = plan.gradient() ? 2 : 1;
     const double make = use(full_rows * columns, C, W);
     double look = launch + passes * size * logits;
-    if (plan.way == LM_HEAD_EPILOGUE) {
+    if (plan.way == kLmHeadEpilogue) {
         const double first = product(ceil(N / 128) * 128 * V, C, V * C * size, false) + 2 * launch + size * N * V;
         // Rounds of the multiprocessors, each with a tile whose gradients take as long as four more slices.
-        const double rounds = ceil(ceil(rows / PRODUCT_ROWS) * ceil(columns / PRODUCT_COLUMNS) / SMs);
-        const double outputs = rounds * SMs * PRODUCT_ROWS * PRODUCT_COLUMNS;
-        const double gradients = product(outputs, C + 4 * PRODUCT_DEPTH, W + size * logits, false);
+        const double rounds = ceil(ceil(rows / kProductRows) * ceil(columns / kProductColumns) / SMs);
+        const double outputs = rounds * SMs * kProductRows * kProductColumns;
+        const double gradients = product(outputs, C + 4 * kProductDepth, W + size * logits, false);
         return first + (plan.gradient() ? blocks * tiles * (gradients + dX + dW) : 0);
     }
     double again = 1;
-    if (plan.way == LM_HEAD_VOCABULARY) {
+    if (plan.way == kLmHeadVocabulary) {
         look = 0.75 * look + (plan.gradient() ? launch + size * logits : 0);  // some of it is in the L2
         if (plan.overlap) look /= 2;
         if (plan.gradient()) again = 2 - std::min(1.0, plan.buffers / tiles);
@@ -1125,7 +1128,7 @@ inline bool lm_head_comfortable(const LmHead &plan) {
     const int most = p.tuning.columns > 0 ? std::min(p.tuning.columns, 128) : 128;
     const int unit = most >= 128 ? 128 : most >= 8 ? 8 : 1, columns = most / unit * unit;
     const int wanted_columns = columns < p.V ? even_pieces(p.V, columns, unit) : p.V;
-    const bool as_such = p.version != 5 || plan.way == LM_HEAD_EPILOGUE || !has_epilogue(plan);
+    const bool as_such = p.version != 5 || plan.way == kLmHeadEpilogue || !has_epilogue(plan);
     return as_such && plan.rows >= std::min(p.N, 128) && plan.columns >= wanted_columns;
 }
 
@@ -1140,7 +1143,7 @@ inline bool lm_head_plan(LmHead &plan, size_t memory, bool comfortable = false) 
     };
     if (!bounded) {  // all at once
         plan.gemm_bytes = at_most(INFINITY);
-        plan.way = p.version == 1 ? LM_HEAD_TEXTBOOK : LM_HEAD_ROWS;
+        plan.way = p.version == 1 ? kLmHeadTextbook : kLmHeadRows;
         plan.rows = p.N;
         plan.columns = p.V;
         return lm_head_layout(plan);
@@ -1153,29 +1156,29 @@ inline bool lm_head_plan(LmHead &plan, size_t memory, bool comfortable = false) 
         other.problem = p;
         other.device = plan.device;
         other.gemm_bytes = at_most(memory / share);
-        const bool fits = way == LM_HEAD_ROWS         ? plan_rows(other, memory)
-                          : way == LM_HEAD_VOCABULARY ? plan_vocabulary(other, memory, overlap)
-                                                      : plan_epilogue(other, memory);
+        const bool fits = way == kLmHeadRows         ? plan_rows(other, memory)
+                          : way == kLmHeadVocabulary ? plan_vocabulary(other, memory, overlap)
+                                                     : plan_epilogue(other, memory);
         const double cost = fits && (!comfortable || lm_head_comfortable(other)) ? lm_head_cost(other) : INFINITY;
         if (cost < least) least = cost, plan = other;
     };
-    const int only = p.version == 3   ? LM_HEAD_ROWS
-                     : p.version == 4 ? LM_HEAD_VOCABULARY
-                     : p.version == 5 ? LM_HEAD_EPILOGUE
+    const int only = p.version == 3   ? kLmHeadRows
+                     : p.version == 4 ? kLmHeadVocabulary
+                     : p.version == 5 ? kLmHeadEpilogue
                                       : p.tuning.way;
     auto wanted = [&](LmHeadWay way) {
         if (only >= 0) return way == only;
-        return way != LM_HEAD_EPILOGUE || p.C % 8 == 0;  // else it loads element by element
+        return way != kLmHeadEpilogue || p.C % 8 == 0;  // else it loads element by element
     };
     for (double share : shares) {
-        for (LmHeadWay way : {LM_HEAD_ROWS, LM_HEAD_VOCABULARY, LM_HEAD_EPILOGUE}) {
+        for (LmHeadWay way : {kLmHeadRows, kLmHeadVocabulary, kLmHeadEpilogue}) {
             if (!wanted(way)) continue;
             consider(way, share, false);
-            if (p.version == 6 && p.tuning.overlap && way == LM_HEAD_VOCABULARY) consider(way, share, true);
+            if (p.version == 6 && p.tuning.overlap && way == kLmHeadVocabulary) consider(way, share, true);
         }
     }
     for (double share : shares) {  // no such product, or no room for it
-        if (p.version == 5 && plan.way != LM_HEAD_EPILOGUE) consider(LM_HEAD_VOCABULARY, share, false);
+        if (p.version == 5 && plan.way != kLmHeadEpilogue) consider(kLmHeadVocabulary, share, false);
     }
     return least < INFINITY;
 }
@@ -1218,7 +1221,7 @@ inline cudaError_t from_cublas(cublasStatus_t status) {
     }
 }
 
-constexpr int GEMM_CANDIDATES = 16;
+constexpr int kGemmCandidates = 16;
 
 // Into how many parts an algorithm splits a sum, and how it puts them together. False if it doesn't say.
 inline bool splitting_of(const cublasLtMatmulAlgo_t &algo, int32_t *parts, uint32_t *scheme) {
@@ -1255,7 +1258,7 @@ inline bool splits_sum(const cublasLtMatmulAlgo_t &algo) {
 // algorithms for that take the columns there are: for dX and dW any number of them.
 inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
-    const bool logits = gemm.kind == GEMM_LOGITS, dW = gemm.kind == GEMM_DW;
+    const bool logits = gemm.kind == kGemmLogits, dW = gemm.kind == kGemmDW;
     const cudaDataType_t type_of_dX = plan.float_dX() ? CUDA_R_32F : p.type;
     const cudaDataType_t type_of_dW = plan.float_dW() ? CUDA_R_32F : p.gradient_type;
     const cudaDataType_t result = logits ? p.type : dW ? type_of_dW : type_of_dX;
@@ -1313,10 +1316,10 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
     // if it has them, the check says 4, even where the heuristic was told that there are none, and proposes it.)
     auto propose = [&](const GemmMatrices &m) {
         if (status != CUBLAS_STATUS_SUCCESS) return;
-        cublasLtMatmulHeuristicResult_t results[GEMM_CANDIDATES];
+        cublasLtMatmulHeuristicResult_t results[kGemmCandidates];
         int found = 0;
         const cublasStatus_t asked = cublasLtMatmulAlgoGetHeuristic(plan.handle, gemm.desc, m.a, m.b, m.d, m.d,
-                                                                    preference, GEMM_CANDIDATES, results, &found);
+                                                                    preference, kGemmCandidates, results, &found);
         for (int i = 0; asked == CUBLAS_STATUS_SUCCESS && i < found; i++) {
             const cublasLtMatmulAlgo_t &algo = results[i].algo;
             if (results[i].state != CUBLAS_STATUS_SUCCESS || !sums_in_float(algo)) continue;
@@ -1421,9 +1424,9 @@ inline cublasStatus_t lm_head_find_gemms(LmHead &plan) {
     for (bool aligned : {true, false}) {
         for (int rows : sizes(p.N, plan.rows)) {
             for (int columns : widths) {
-                add(plan.way != LM_HEAD_EPILOGUE, GEMM_LOGITS, rows, columns, aligned);
-                add(p.dX, GEMM_DX, rows, columns, aligned);
-                add(p.dW, GEMM_DW, rows, columns, aligned);
+                add(plan.way != kLmHeadEpilogue, kGemmLogits, rows, columns, aligned);
+                add(p.dX, kGemmDX, rows, columns, aligned);
+                add(p.dW, kGemmDW, rows, columns, aligned);
             }
         }
     }
@@ -1453,7 +1456,7 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     cudaError_t error = lm_head_device(&device);
     if (error != cudaSuccess) return fail(error, "%s", cudaGetErrorString(error));
     plan.device = device;
-    if (p.version == 6 && p.tuning.way == LM_HEAD_EPILOGUE && !has_epilogue(plan)) {
+    if (p.version == 6 && p.tuning.way == kLmHeadEpilogue && !has_epilogue(plan)) {
         return fail(cudaErrorNotSupported,
                     "no way 'epilogue' here: it takes fp16 or bf16, C > 0, a positive logit_scale, and code for "
                     "sm_90a on such a device");
@@ -1578,18 +1581,18 @@ struct LmHeadRun {
     // Of `count` rows from `row` on, and a tile.
     cudaError_t make_logits(floatX *logits, size_t row, int count, int tile, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
-        const int whole = whole_of(GEMM_LOGITS, tile), tail = columns_of(tile) - whole;
+        const int whole = whole_of(kGemmLogits, tile), tail = columns_of(tile) - whole;
         const floatX *const bias = args.bias ? args.bias + (size_t)tile * plan.columns : nullptr;
         if (columns_of(tile) == 0) return cudaSuccess;
         if (C == 0) {
             lm_head_no_channels_kernel<floatX><<<count, 256, 0, stream>>>(logits, bias, columns_of(tile), plan.P);
             return cudaGetLastError();
         }
-        const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_LOGITS, count, whole, aligned), logits,
+        const cudaError_t error = gemm_run(plan, *find_gemm(plan, kGemmLogits, count, whole, aligned), logits,
                                            W_of(tile), args.X + row * C, bias, 0, workspace, stream);
         if (error != cudaSuccess || tail == 0) return error;
         auto make_tail = [&](auto kernel) {
-            kernel<<<ceil_div(count, 8), 8 * WARP_SIZE, 0, stream>>>(
+            kernel<<<ceil_div(count, 8), 8 * kWarpSize, 0, stream>>>(
                 logits + whole, args.X + row * C, W_of(tile) + whole * C, bias ? bias + whole : nullptr, count, C,
                 plan.P, tail);
             return cudaGetLastError();
@@ -1603,9 +1606,9 @@ struct LmHeadRun {
     cudaError_t make_dX(const floatX *dlogits, size_t row, int count, int tile, bool first, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
         if (!args.dX || C == 0 || columns_of(tile) == 0) return cudaSuccess;
-        const int whole = whole_of(GEMM_DX, tile), tail = columns_of(tile) - whole;
+        const int whole = whole_of(kGemmDX, tile), tail = columns_of(tile) - whole;
         float *const sums = plan.float_dX() ? part<float>(plan.dX) : (float *)(args.dX + row * C);
-        const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_DX, count, whole, aligned), sums, W_of(tile),
+        const cudaError_t error = gemm_run(plan, *find_gemm(plan, kGemmDX, count, whole, aligned), sums, W_of(tile),
                                            dlogits, nullptr, first ? 0 : 1, workspace, stream);
         if (error != cudaSuccess || tail == 0) return error;
         const dim3 grid(count, std::min(ceil_div((unsigned)C, 256u), 65535u));
@@ -1636,14 +1639,14 @@ struct LmHeadRun {
         float *const sums = part<float>(plan.dW);
         const bool add = !(plan.problem.bare || (plan.float_dW() && row == 0));
         auto make = [&](auto *dW) {
-            const int whole = whole_of(GEMM_DW, tile), tail = columns_of(tile) - whole;
+            const int whole = whole_of(kGemmDW, tile), tail = columns_of(tile) - whole;
             const floatX *const X = args.X + row * C;
-            const cudaError_t error = gemm_run(plan, *find_gemm(plan, GEMM_DW, count, whole, aligned), dW, X, dlogits,
+            const cudaError_t error = gemm_run(plan, *find_gemm(plan, kGemmDW, count, whole, aligned), dW, X, dlogits,
                                                nullptr, add ? 1 : 0, workspace, stream);
             if (error != cudaSuccess || tail == 0) return error;
-            const dim3 grid(ceil_div((unsigned)C, (unsigned)WARP_SIZE), tail);
+            const dim3 grid(ceil_div((unsigned)C, (unsigned)kWarpSize), tail);
             lm_head_tail_dW_kernel<floatX, std::remove_pointer_t<decltype(dW)>>
-                <<<grid, TAIL_THREADS, 0, stream>>>(dW + whole * C, dlogits + whole, X, count, C, plan.P, add);
+                <<<grid, kTailThreads, 0, stream>>>(dW + whole * C, dlogits + whole, X, count, C, plan.P, add);
             return cudaGetLastError();
         };
         if (!plan.float_dW()) return make(tile_dW);
@@ -1656,7 +1659,7 @@ struct LmHeadRun {
         const unsigned columns = columns_of(tile), slices = plan.row_slices();
         if (!args.dbias || columns == 0) return cudaSuccess;
         float *const sums = part<float>(plan.slices);
-        const dim3 grid(ceil_div(columns, WARP_SIZE * (unsigned)Packed128<floatX>::size), slices);
+        const dim3 grid(ceil_div(columns, kWarpSize * (unsigned)Packed128<floatX>::size), slices);
         lm_head_columns_kernel<floatX><<<grid, 1024, 0, stream>>>(sums, dlogits, count, columns, plan.P);
         const unsigned grid_size = ceil_div(columns, 256u);
         if (plan.float_dbias()) {
@@ -1732,20 +1735,20 @@ struct LmHeadRun {
             if (error == cudaSuccess) error = map_rows(map, begin, columns, rows, stride, box);
         };
         if (product.mapped) {
-            map(&product.X, product.X_rows, p.C, count, C, PRODUCT_ROWS);
-            map(&product.W, product.W_rows, p.C, product.columns, C, PRODUCT_COLUMNS);
+            map(&product.X, product.X_rows, p.C, count, C, kProductRows);
+            map(&product.W, product.W_rows, p.C, product.columns, C, kProductColumns);
         }
-        if (writes) map(&product.out, logits, product.columns, count, plan.P, BOX_ROWS);
+        if (writes) map(&product.out, logits, product.columns, count, plan.P, kBoxRows);
         if (error != cudaSuccess) return error;
-        const unsigned units = ceil_div((unsigned)count, PRODUCT_ROWS) * product.runs;
+        const unsigned units = ceil_div((unsigned)count, kProductRows) * product.runs;
         const unsigned grid_size = std::min(units, (unsigned)plan.device.multiprocessors);
         return classify(logits, row, count, [&](const auto &args, auto softcap, auto extras) {
             // What is left of the extras here is the sum of a row's logits, for its statistics.
-            constexpr Extras wanted = writes ? NO_EXTRAS : std::min(extras.value, SUM);
+            constexpr Extras wanted = writes ? kNoExtras : std::min(extras.value, kSum);
             const auto kernel = lm_head_product_kernel<floatX, writes, softcap.value, wanted>;
-            cudaError_t error = allow_shared(kernel, PRODUCT_SHARED);
+            cudaError_t error = allow_shared(kernel, kProductShared);
             if (error != cudaSuccess) return error;
-            kernel<<<grid_size, PRODUCT_THREADS, PRODUCT_SHARED, stream>>>(product, args);
+            kernel<<<grid_size, kProductThreads, kProductShared, stream>>>(product, args);
             return cudaGetLastError();
         });
     }
@@ -1759,7 +1762,7 @@ struct LmHeadRun {
         product.seen = part<TiledRow>(plan.seen);
         const cudaError_t error = multiply<false>(product, nullptr, 0, p.N, 0, stream);
         if (error != cudaSuccess) return error;
-        return finish_rows(0, p.N, product.runs, product.tiles_of_run() * PRODUCT_COLUMNS, stream);
+        return finish_rows(0, p.N, product.runs, product.tiles_of_run() * kProductColumns, stream);
     }
 
     cudaError_t make_dlogits(floatX *dlogits, size_t row, int count, int tile, cudaStream_t stream) const {
@@ -1777,7 +1780,7 @@ struct LmHeadRun {
                                  args.lse ? args.lse + row : nullptr, (floatX *)nullptr, nullptr,
                                  (const floatX *)logits, args.targets + row,
                                  args.dlosses ? args.dlosses + row : nullptr, nullptr, count, p.V, plan.P, p.options,
-                                 STAGED_THREADS, stream);
+                                 kStagedThreads, stream);
     }
 };
 
@@ -1899,7 +1902,7 @@ cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStrea
     auto logits = [&](int tile) { return run.logits(tile % plan.buffers); };
     // About four vectors a thread.
     const int vectors = ceil_div(plan.columns, (int)Packed128<floatX>::size);
-    const int block_size = std::clamp(ceil_div(vectors, 4 * WARP_SIZE) * WARP_SIZE, WARP_SIZE, 512);
+    const int block_size = std::clamp(ceil_div(vectors, 4 * kWarpSize) * kWarpSize, kWarpSize, 512);
     Steps steps;
     for (int block = 0; block < plan.blocks(); block++) {
         const int rows = run.rows_of(block);
@@ -1968,11 +1971,11 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
         if (error != cudaSuccess) return error;
     }
     switch (plan.way) {
-        case LM_HEAD_TEXTBOOK:
+        case kLmHeadTextbook:
             return lm_head_textbook(run, stream);
-        case LM_HEAD_ROWS:
+        case kLmHeadRows:
             return lm_head_by_rows(run, stream);
-        case LM_HEAD_VOCABULARY:
+        case kLmHeadVocabulary:
             return lm_head_by_vocabulary(run, stream);
         default:
             if constexpr (sizeof(floatX) == 2) return lm_head_by_epilogue(run, stream);
@@ -2002,14 +2005,14 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
     for (Gemm &gemm : plan.gemms) {  // the logits come first
         if (error != cudaSuccess) break;
         if (gemm.aligned != run.aligned || gemm.candidates.size() < 2) continue;
-        const bool logits = gemm.kind == GEMM_LOGITS;
+        const bool logits = gemm.kind == kGemmLogits;
         void *const dX = plan.float_dX() ? run.template part<void>(plan.dX) : args.dX;
         void *const dW = plan.float_dW() ? run.template part<void>(plan.dW) : args.dW;
-        void *const d = logits ? run.logits(0) : gemm.kind == GEMM_DX ? dX : dW;
-        const void *const a = gemm.kind == GEMM_DW ? args.X : args.W;
+        void *const d = logits ? run.logits(0) : gemm.kind == kGemmDX ? dX : dW;
+        const void *const a = gemm.kind == kGemmDW ? args.X : args.W;
         const void *const b = logits ? (const void *)args.X : run.logits(0);
         const bool adds_dW = !plan.problem.bare && (!plan.float_dW() || plan.blocks() > 1);
-        const bool adds = gemm.kind == GEMM_DW ? adds_dW : gemm.kind == GEMM_DX && plan.tiles() > 1;
+        const bool adds = gemm.kind == kGemmDW ? adds_dW : gemm.kind == kGemmDX && plan.tiles() > 1;
         std::vector<std::pair<float, size_t>> results;  // a candidate's time, and which it is
         // Milliseconds of a run, of so many in a row that all take `least`.
         auto time = [&](size_t candidate, float least) {
@@ -2050,21 +2053,25 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
 template <typename floatX, typename gradX>
 constexpr Version<LmHeadLauncher<floatX, gradX>> lm_head_versions[] = {
     {1, "textbook", "all logits; softmax, loss and gradient in kernels of their own", lm_head<floatX, gradX>, 512,
-     SAME_AT_A_BLOCK_SIZE},
-    {2, "fused", "all logits, and the fused classifier", lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
-    {3, "rows", "blocks of rows, so that scratch is bounded", lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
+     kSameAtABlockSize},
+    {2, "fused", "all logits, and the fused classifier", lm_head<floatX, gradX>, 512, kSameAtABlockSize},
+    {3, "rows", "blocks of rows, so that scratch is bounded", lm_head<floatX, gradX>, 512, kSameAtABlockSize},
     {4, "vocabulary", "tiles of the vocabulary, whose logits are made twice", lm_head<floatX, gradX>, 512,
-     SAME_AT_A_BLOCK_SIZE},
+     kSameAtABlockSize},
     {5, "epilogue", "tiles, statistics and gradients in the accumulators of a product of our own",
-     lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
-    {6, "planned", "the way and its sizes from the budget", lm_head<floatX, gradX>, 512, SAME_AT_A_BLOCK_SIZE},
+     lm_head<floatX, gradX>, 512, kSameAtABlockSize},
+    {6, "planned", "the way and its sizes from the budget", lm_head<floatX, gradX>, 512, kSameAtABlockSize},
 };
+
+}  // namespace bookends
 
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef BOOKENDS_NO_MAIN
 #include <memory>
 
 #include "dev/harness.h"
+
+namespace bookends {
 
 template <typename T>
 constexpr cudaDataType_t type_of() {
@@ -2254,9 +2261,9 @@ void lm_head_race(Harness &h) {
     problem.tf32 = h.flag("--tf32");
     problem.tuning.overlap = h.choice("--overlap") == "on";
     problem.tuning.way = way == "auto"         ? -1
-                         : way == "rows"       ? LM_HEAD_ROWS
-                         : way == "vocabulary" ? LM_HEAD_VOCABULARY
-                                               : LM_HEAD_EPILOGUE;
+                         : way == "rows"       ? kLmHeadRows
+                         : way == "vocabulary" ? kLmHeadVocabulary
+                                               : kLmHeadEpilogue;
     problem.tuning.columns = (int)h.number("--columns");
     if (h.version > 0 && h.version < 6 && (way != "auto" || !problem.tuning.overlap)) {
         h.refuse(EXIT_BAD_INPUT, "%s: version %d has only one; it goes with version 6",
@@ -2314,7 +2321,7 @@ void lm_head_race(Harness &h) {
     }
     // For all the logits beside the rest, which the bare products want.
     size_t free_bytes = 0, total_bytes = 0;
-    cudaCheck(cudaMemGetInfo(&free_bytes, &total_bytes));
+    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     const bool has_room = logits_bytes < free_bytes / 2.0;
     h.figures = [=](int version, int point) -> std::vector<Figure> {
         const bool known = version > 0 && !(*plans)[version].empty();
@@ -2432,8 +2439,8 @@ void lm_head_race(Harness &h) {
     };
     const auto bare_tuned = std::make_shared<bool>(false);
     h.before = [=](int version, cudaStream_t stream) {
-        for (const Plan &plan : (*plans)[version]) cudaCheck(lm_head_tune(*plan, place(*plan), stream));
-        if (bare_plan && !*bare_tuned) cudaCheck(lm_head_tune(*bare_plan, bare_args, stream));
+        for (const Plan &plan : (*plans)[version]) cuda_check(lm_head_tune(*plan, place(*plan), stream));
+        if (bare_plan && !*bare_tuned) cuda_check(lm_head_tune(*bare_plan, bare_args, stream));
         *bare_tuned = true;
     };
     h.bytes = ((double)N * C * (1 + problem.dX) + (double)V * C) * sizeof(floatX) +
@@ -2450,7 +2457,7 @@ void lm_head_race(Harness &h) {
                LmHeadArguments<floatX, gradX> here = place(plan);
                here.dlosses = h.checking ? check_dlosses : nullptr;
                cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;  // by the harness, for the hot time
-               if (use_graph) cudaCheck(cudaStreamIsCapturing(stream, &capturing));
+               if (use_graph) cuda_check(cudaStreamIsCapturing(stream, &capturing));
                if (!use_graph || capturing != cudaStreamCaptureStatusNone) return launch(plan, here, stream);
                const Key key = {&plan, h.checking};
                for (const auto &known : *graphs) {
@@ -2478,7 +2485,10 @@ void lm_head_race(Harness &h) {
     lm_head_race<floatX, float>(h);
 }
 
+}  // namespace bookends
+
 int main(int argc, char **argv) {
+    using namespace bookends;
     const std::vector<Number> numbers = classifier_numbers(
         {{"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"},
          {"--columns", 0, 0, INT32_MAX, "versions 4 to 6: of a tile at most; 0: from the L2 or the budget", true}});

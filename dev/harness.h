@@ -26,6 +26,8 @@
 
 #include "../common.h"
 
+namespace bookends {
+
 // The commit that the binary was built from: the Makefile links a strong definition over this one.
 extern "C" __attribute__((weak)) const char bookends_commit[] = "unknown";
 
@@ -365,7 +367,7 @@ struct Harness {
 
     status_word *status() {
         status_device = allocate<status_word>(1);
-        if (status_device) cudaCheck(cudaMemset(status_device, 0xff, sizeof(status_word)));
+        if (status_device) cuda_check(cudaMemset(status_device, 0xff, sizeof(status_word)));
         return status_device;
     }
 
@@ -428,8 +430,8 @@ struct Harness {
         }
         if (prepare_references && (do_check || version == 0)) prepare_references();
         if (version == 0) return race_reference();
-        cudaCheck(cudaStreamCreate(&stream));
-        cudaCheck(cudaDeviceSynchronize());
+        cuda_check(cudaStreamCreate(&stream));
+        cuda_check(cudaDeviceSynchronize());
         if (do_bench && !ON_CPU) measure_copy();
         print_device();
         for (const Version<Launcher> &row : table) {
@@ -587,7 +589,7 @@ struct Harness {
                 token_source = argument();
             } else if (option == "--block-size" && block_sizes) {
                 block_size = (int)parse_integer("--block-size", argument(), 32, 1024);
-                if (block_size % WARP_SIZE != 0) {
+                if (block_size % kWarpSize != 0) {
                     refuse(EXIT_BAD_INPUT, "--block-size: '%d' is not a multiple of 32 from 32 to 1024", block_size);
                 }
             } else if (option == "--repeat") {
@@ -725,8 +727,8 @@ struct Harness {
             refuse(EXIT_NO_DEVICE, "no CUDA device that can be used: %s (make DEVICE=cpu builds for the CPU)",
                    cudaGetErrorString(error));
         }
-        cudaCheck(cudaSetDevice(0));
-        cudaCheck(cudaGetDeviceProperties(&device, 0));
+        cuda_check(cudaSetDevice(0));
+        cuda_check(cudaGetDeviceProperties(&device, 0));
         fill_values_kernel<float, Values<float>><<<1, 32>>>((float *)nullptr, Values<float>(0, 0), 0LL);
         const cudaError_t launched = cudaGetLastError();
         if (launched != cudaSuccess) {
@@ -764,7 +766,7 @@ struct Harness {
     template <typename floatX, typename Generator>
     static void fill(floatX *data, const Generator &values, long long count) {
         fill_values_kernel<floatX, Generator><<<fill_grid(count), 256>>>(data, values, count);
-        cudaCheck(cudaGetLastError());
+        cuda_check(cudaGetLastError());
     }
 
     void release() {
@@ -793,7 +795,7 @@ struct Harness {
         int *device = allocate<int>((double)N);
         if (!device) return nullptr;
         host_tokens = make();
-        cudaCheck(cudaMemcpy(device, host_tokens.data(), N * sizeof(int), cudaMemcpyHostToDevice));
+        cuda_check(cudaMemcpy(device, host_tokens.data(), N * sizeof(int), cudaMemcpyHostToDevice));
         return device;
     }
 
@@ -925,8 +927,8 @@ struct Harness {
             for (size_t i = first; i < last;) {  // runs of neighbouring rows travel together
                 size_t j = i + 1;
                 while (j < last && sample[j] == sample[j - 1] + 1) j++;
-                cudaCheck(cudaMemcpy(&host[(i - first) * cols], data + sample[i] * cols,
-                                     (j - i) * cols * sizeof(floatX), cudaMemcpyDeviceToHost));
+                cuda_check(cudaMemcpy(&host[(i - first) * cols], data + sample[i] * cols,
+                                      (j - i) * cols * sizeof(floatX), cudaMemcpyDeviceToHost));
                 i = j;
             }
             std::vector<CheckResult> parts = in_parallel(last - first, [&](size_t from, size_t to) {
@@ -1002,10 +1004,10 @@ struct Harness {
     template <typename Launch>
     unsigned long long counted(Launch launch) {
         unsigned long long result = 0;
-        cudaCheck(cudaMemset(counter, 0, sizeof(result)));
+        cuda_check(cudaMemset(counter, 0, sizeof(result)));
         launch(counter);
-        cudaCheck(cudaGetLastError());
-        cudaCheck(cudaMemcpy(&result, counter, sizeof(result), cudaMemcpyDeviceToHost));
+        cuda_check(cudaGetLastError());
+        cuda_check(cudaMemcpy(&result, counter, sizeof(result), cudaMemcpyDeviceToHost));
         return result;
     }
 
@@ -1035,17 +1037,17 @@ struct Harness {
     // Everything that kernels write as a launch may find it.
     void prepare() {
         for (Written &w : written) {
-            cudaCheck(cudaMemset(w.data - GUARD, 0xff, GUARD));
-            cudaCheck(cudaMemset(w.data + w.size, 0xff, GUARD));
+            cuda_check(cudaMemset(w.data - GUARD, 0xff, GUARD));
+            cuda_check(cudaMemset(w.data + w.size, 0xff, GUARD));
             if (w.fill) {
                 w.fill();
             } else if (!w.fresh) {
-                cudaCheck(cudaMemset(w.data, 0xff, w.size));
+                cuda_check(cudaMemset(w.data, 0xff, w.size));
             }
             w.fresh = false;
         }
-        if (status_device) cudaCheck(cudaMemset(status_device, 0xff, sizeof(status_word)));
-        cudaCheck(cudaDeviceSynchronize());
+        if (status_device) cuda_check(cudaMemset(status_device, 0xff, sizeof(status_word)));
+        cuda_check(cudaDeviceSynchronize());
     }
 
     // Makes one launch and looks at everything. `before` names the version's first launch, which was right and whose
@@ -1061,8 +1063,8 @@ struct Harness {
         for (Written &w : written) all.add(check_written(w, before));
         if (all.ok && status_device) {
             status_word status = 0;
-            cudaCheck(cudaMemcpy(&status, status_device, sizeof(status), cudaMemcpyDeviceToHost));
-            if (status != STATUS_OK) {
+            cuda_check(cudaMemcpy(&status, status_device, sizeof(status), cudaMemcpyDeviceToHost));
+            if (status != kStatusOk) {
                 all.fail(format("the status word reports a bad id at position %llu; there is none", status));
             }
         }
@@ -1093,9 +1095,9 @@ struct Harness {
     // Lines that a kernel has marked to be kept (evict_last) become like others first, so that they are flushed too.
     void flush() {
         if (!scratch) return;
-        cudaCheck(cudaStreamSynchronize(stream));
+        cuda_check(cudaStreamSynchronize(stream));
         if (cudaCtxResetPersistingL2Cache() != cudaSuccess) cudaGetLastError();  // a device that cannot keeps none
-        cudaCheck(cudaMemsetAsync(scratch, 0, flush_bytes, stream));
+        cuda_check(cudaMemsetAsync(scratch, 0, flush_bytes, stream));
     }
 
     // What the run before used up. The default stream waits for this one, and this one for it.
@@ -1111,24 +1113,24 @@ struct Harness {
     template <typename Enqueue>
     std::vector<double> time_runs(int runs, bool cold, Enqueue enqueue) {
         std::vector<cudaEvent_t> events(2 * runs);
-        for (cudaEvent_t &event : events) cudaCheck(cudaEventCreate(&event));
+        for (cudaEvent_t &event : events) cuda_check(cudaEventCreate(&event));
         for (int i = 0; i < runs; i++) {
             if (cold) {
                 refill();
                 flush();
             }
-            cudaCheck(cudaEventRecord(events[2 * i], stream));
-            cudaCheck(enqueue());
-            cudaCheck(cudaEventRecord(events[2 * i + 1], stream));
+            cuda_check(cudaEventRecord(events[2 * i], stream));
+            cuda_check(enqueue());
+            cuda_check(cudaEventRecord(events[2 * i + 1], stream));
         }
-        cudaCheck(cudaStreamSynchronize(stream));
+        cuda_check(cudaStreamSynchronize(stream));
         std::vector<double> milliseconds(runs);
         for (int i = 0; i < runs; i++) {
             float elapsed = 0;
-            cudaCheck(cudaEventElapsedTime(&elapsed, events[2 * i], events[2 * i + 1]));
+            cuda_check(cudaEventElapsedTime(&elapsed, events[2 * i], events[2 * i + 1]));
             milliseconds[i] = elapsed;
         }
-        for (cudaEvent_t event : events) cudaCheck(cudaEventDestroy(event));
+        for (cudaEvent_t event : events) cuda_check(cudaEventDestroy(event));
         return milliseconds;
     }
 
@@ -1192,15 +1194,15 @@ struct Harness {
         const int launches = ON_CPU ? 3 : std::max(1, std::min(200, (int)(5.0 / std::max(estimate, 1e-3))));
         cudaGraph_t graph;
         cudaGraphExec_t executable;
-        cudaCheck(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-        for (int i = 0; i < launches; i++) cudaCheck(enqueue());
-        cudaCheck(cudaStreamEndCapture(stream, &graph));
-        cudaCheck(cudaGraphInstantiate(&executable, graph, 0));
-        cudaCheck(cudaGraphLaunch(executable, stream));
+        cuda_check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        for (int i = 0; i < launches; i++) cuda_check(enqueue());
+        cuda_check(cudaStreamEndCapture(stream, &graph));
+        cuda_check(cudaGraphInstantiate(&executable, graph, 0));
+        cuda_check(cudaGraphLaunch(executable, stream));
         auto replay = [&] { return cudaGraphLaunch(executable, stream); };
         const double median = quantile(time_runs(ON_CPU ? 1 : estimate > 20 ? 2 : 5, false, replay), 0.5);
-        cudaCheck(cudaGraphExecDestroy(executable));
-        cudaCheck(cudaGraphDestroy(graph));
+        cuda_check(cudaGraphExecDestroy(executable));
+        cuda_check(cudaGraphDestroy(graph));
         return median / launches;
     }
 
@@ -1279,13 +1281,13 @@ struct Harness {
         };
         const std::string first = "at " + place(sizes[0], false);
         for (size_t i = 0; i < sizes.size(); i++) {
-            const bool again = reproducible == SAME_BITS && i > 0;
-            const bool twice = reproducible == SAME_AT_A_BLOCK_SIZE || (reproducible == SAME_BITS && i == 0);
+            const bool again = reproducible == kSameBits && i > 0;
+            const bool twice = reproducible == kSameAtABlockSize || (reproducible == kSameBits && i == 0);
             if (!check(sizes[i], again ? first : "")) return false;
             if (twice && !check(sizes[i], "the launch before")) return false;
         }
         const char *promised[] = {", the same bits each time", ", the same bits each time at a block size", ""};
-        if (!block_sizes) promised[SAME_AT_A_BLOCK_SIZE] = promised[SAME_BITS];
+        if (!block_sizes) promised[kSameAtABlockSize] = promised[kSameBits];
         fprintf(report, "check: max error %.1f%s (allowed %s) over %lld elements%s%s: ok\n", max_error,
                 all.slack ? " beyond what float sums may be off" : "", tolerances().c_str(), all.elements,
                 all.sampled ? " of sampled rows" : "", promised[reproducible]);
@@ -1540,3 +1542,5 @@ Options classifier_options(Harness &h) {
     }
     return options;
 }
+
+}  // namespace bookends

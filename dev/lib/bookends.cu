@@ -6,6 +6,8 @@
 
 #include "bookends.h"
 
+using namespace bookends;
+
 static int from_cuda(cudaError_t error) { return error == cudaSuccess ? BK_OK : BK_ERROR_CUDA + (int)error; }
 
 extern "C" const char *bk_error_string(int error) {

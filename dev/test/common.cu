@@ -5,6 +5,8 @@
 #include <cstdarg>
 #include <vector>
 
+using namespace bookends;
+
 static int failures = 0;
 
 __attribute__((format(printf, 2, 3))) static void expect(bool ok, const char *pattern, ...) {
@@ -23,15 +25,15 @@ struct Device {
     T *pointer;
     size_t count;
     explicit Device(const std::vector<T> &values) : count(values.size()) {
-        cudaCheck(cudaMalloc((void **)&pointer, count * sizeof(T)));
-        cudaCheck(cudaMemcpy(pointer, values.data(), count * sizeof(T), cudaMemcpyHostToDevice));
+        cuda_check(cudaMalloc((void **)&pointer, count * sizeof(T)));
+        cuda_check(cudaMemcpy(pointer, values.data(), count * sizeof(T), cudaMemcpyHostToDevice));
     }
     Device(const Device &) = delete;
     ~Device() { cudaFree(pointer); }
     std::vector<T> get() const {
         std::vector<T> values(count);
-        cudaCheck(cudaGetLastError());
-        cudaCheck(cudaMemcpy(values.data(), pointer, count * sizeof(T), cudaMemcpyDeviceToHost));
+        cuda_check(cudaGetLastError());
+        cuda_check(cudaMemcpy(values.data(), pointer, count * sizeof(T), cudaMemcpyDeviceToHost));
         return values;
     }
 };
@@ -112,11 +114,11 @@ __global__ void report_kernel(status_word *status, const int *ids, int V) {
 }
 
 static void test_status() {
-    const Device<status_word> status({STATUS_OK});
-    expect((long long)STATUS_OK == -1, "STATUS_OK is -1 as a signed number");
+    const Device<status_word> status({kStatusOk});
+    expect((long long)kStatusOk == -1, "STATUS_OK is -1 as a signed number");
     std::vector<int> ids(512, 9);
     report_kernel<<<4, 128>>>(status.pointer, Device<int>(ids).pointer, 10);
-    expect(status.get()[0] == STATUS_OK, "all good: %llu", status.get()[0]);
+    expect(status.get()[0] == kStatusOk, "all good: %llu", status.get()[0]);
     ids[500] = 10, ids[300] = -1, ids[301] = INT32_MIN;
     report_kernel<<<4, 128>>>(status.pointer, Device<int>(ids).pointer, 10);
     expect(status.get()[0] == 300, "the first of three: %llu", status.get()[0]);

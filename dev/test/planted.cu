@@ -22,6 +22,8 @@ The table says which versions are right, and what the others get wrong. The envi
 */
 #include "../harness.h"
 
+using namespace bookends;
+
 constexpr double SLACK = 0x1p-7, A_LITTLE = 0x1p-30;  // the latter as a part of a number, far below its ulp
 constexpr int SCRATCH = 100, OWN_REFERENCE_VERSION = 36;
 
@@ -203,20 +205,20 @@ constexpr Version<Planted<floatX>> planted_versions[] = {
     {32, "block size", "an ulp off at block size 1024", planted<floatX, ONE_ULP_AT_1024>, 256},
     {33, "another NaN", "other bits of a NaN at block size 512", planted<floatX, ANOTHER_NAN_AT_512>, 256},
     {34, "not reproducible", "version 32, which promises nothing", planted<floatX, ONE_ULP_AT_1024>, 256,
-     NOT_REPRODUCIBLE},
+     kNotReproducible},
     {35, "not the nearest", "one element is rounded up, not down", planted<floatX, NOT_THE_NEAREST>, 256},
     {OWN_REFERENCE_VERSION, "own reference", "right by a reference of its own", planted<floatX, OWN_REFERENCE>, 256},
     {37, "same at one size", "an ulp off the second time at 1024", planted<floatX, ONE_ULP_THE_SECOND_TIME_AT_1024>,
-     256, SAME_AT_A_BLOCK_SIZE},
+     256, kSameAtABlockSize},
     {38, "promises less", "version 32, which promises nothing between block sizes", planted<floatX, ONE_ULP_AT_1024>,
-     256, SAME_AT_A_BLOCK_SIZE},
+     256, kSameAtABlockSize},
 };
 
 static void dump(const std::string &suffix, const void *device, size_t size) {
     const char *path = getenv("PLANTED_DUMP");
     if (!path) return;
     std::vector<char> host(size);
-    cudaCheck(cudaMemcpy(host.data(), device, size, cudaMemcpyDeviceToHost));
+    cuda_check(cudaMemcpy(host.data(), device, size, cudaMemcpyDeviceToHost));
     FILE *file = fopen((path + suffix).c_str(), "wb");
     if (!file || fwrite(host.data(), 1, size, file) != size || fclose(file) != 0) abort();
 }
