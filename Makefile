@@ -3,7 +3,7 @@
 
 KERNELS := encoder_forward encoder_backward classifier_fused lm_head
 PROGRAMS := $(basename $(notdir $(wildcard dev/test/*.cu)))
-HEADERS := $(wildcard *.h dev/*.h dev/lib/*.h)
+HEADERS := $(wildcard *.h parts/*.h dev/*.h dev/lib/*.h)
 
 NVCC := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU')

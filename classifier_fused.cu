@@ -25,6 +25,7 @@ Run:      ./classifier_fused           the fastest version
           ./classifier_fused --help
 */
 #include "common.h"
+#include "parts/hopper.h"
 
 #include <cooperative_groups.h>
 

@@ -1,5 +1,5 @@
-// What a kernel needs: copied along with it. The kernel files include this and nothing else of the project (lm_head.cu
-// is made of classifier_fused.cu too).
+// Shared by all kernel files and copied along with them. Of the project, encoder_forward.cu and encoder_backward.cu
+// include this header alone; classifier_fused.cu and lm_head.cu also include parts/hopper.h.
 //
 // Sources: Packed128 and its loads and stores follow the idea of llm.c's dev/cuda/common.h (one struct that makes the
 // compiler use 128-bit accesses whatever the element type).
@@ -7,8 +7,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-
-#include <cuda/ptx>
 
 #include <algorithm>
 #include <cstdint>
@@ -366,161 +364,6 @@ __device__ inline void start_next_kernel() {
 __device__ inline void wait_for_previous_kernel() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();
-#endif
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// clusters and bulk copies (compute capability 9.0)
-
-// Whether this code is compiled for devices that have them.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-constexpr bool kHasClusters = true;
-#else
-constexpr bool kHasClusters = false;
-#endif
-
-// Returns when the barrier (an mbarrier in shared memory) has completed its phase of that parity.
-__device__ inline void wait_for_phase(uint64_t *barrier, unsigned parity) {
-    while (!cuda::ptx::mbarrier_try_wait_parity(barrier, parity)) {
-    }
-}
-
-// Copies from global to shared memory, both multiples of 16 bytes, and counts the bytes at the barrier when they are
-// there. `keep`: the L2 keeps these lines longer than others (evict_last), until they have been written.
-__device__ inline void load_bulk(void *to, const void *from, unsigned bytes, uint64_t *barrier, bool keep) {
-#ifdef __CUDA_ARCH__
-    if (keep) {
-        uint64_t policy;
-        asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-            :
-            : "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes),
-              "r"((unsigned)__cvta_generic_to_shared(barrier)), "l"(policy)
-            : "memory");
-        return;
-    }
-#else
-    (void)keep;  // a CPU's caches take no hints
-#endif
-    cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, to, from, bytes, barrier);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// matrix products by groups of 4 warps (wgmma: compute capability 9.0, code for sm_90a)
-
-// False in device code that isn't sm_90a's, which has none of it.
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool kHasWgmma = true;
-#else
-constexpr bool kHasWgmma = false;
-#endif
-
-constexpr unsigned kSwizzleBytes = 1024;  // what the 128-byte swizzle repeats itself after
-
-// In shared memory, rows of 128 bytes have their 16-byte chunks in an order that changes from row to row, so that
-// neither the tensor cores nor the threads that write meet bank conflicts: chunk i of row r is where i ^ (r % 8) is.
-__device__ inline unsigned swizzled(unsigned row, unsigned chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
-
-// Where a slice of rows begins, 128 bytes each, as wgmma wants it described: the address, 1024 bytes from 8 rows to the
-// next 8, and the 128-byte swizzle (PTX: matrix descriptor). 16 channels on is 32 bytes on.
-__device__ inline uint64_t describe_rows(const void *begin) {
-#ifdef __CUDA_ARCH__
-    const uint64_t address = (__cvta_generic_to_shared(begin) & 0x3ffff) >> 4;
-    // From bit 16 on: unused with this swizzle; from bit 32: to the next 8 rows; from bit 62: which swizzle.
-    return address | 1ull << 16 | (uint64_t)(kSwizzleBytes >> 4) << 32 | 1ull << 62;
-#else
-    return (uint64_t)begin;
-#endif
-}
-constexpr uint64_t kDescribedStep =
-#ifdef __CUDA_ARCH__
-    32 >> 4;
-#else
-    32;
-#endif
-
-// sums (64, 256) = X W^T (+ sums), for 64 rows of X, 256 of W and 16 channels, by a group of 4 warps. The thread's are
-// those of rows 16 * warp + lane / 4 + 8h and columns 8j + lane % 4 * 2 + k, as sums[4j + 2h + k]. It goes on while the
-// threads do: until wgmma_wait() they leave the sums alone.
-template <typename floatX>
-__device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool add) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define BOOKENDS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
-#define BOOKENDS_16(i) BOOKENDS_4(i), BOOKENDS_4(i + 4), BOOKENDS_4(i + 8), BOOKENDS_4(i + 12)
-#define BOOKENDS_WGMMA(type)                                                                                   \
-    asm volatile(                                                                                              \
-        "{.reg .pred add; setp.ne.b32 add, %130, 0;\n"                                                         \
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                           \
-        " {"                                                                                                   \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"  \
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41,"  \
-        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61,"  \
-        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81,"  \
-        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100,"      \
-        "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116,"      \
-        "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, add, 1, 1, 0, 0;}"     \
-        : BOOKENDS_16(0), BOOKENDS_16(16), BOOKENDS_16(32), BOOKENDS_16(48), BOOKENDS_16(64), BOOKENDS_16(80), \
-          BOOKENDS_16(96), BOOKENDS_16(112)                                                                    \
-        : "l"(X), "l"(W), "r"((int)add))
-    if constexpr (std::is_same_v<floatX, half>) {
-        BOOKENDS_WGMMA("f16");
-    } else {
-        BOOKENDS_WGMMA("bf16");
-    }
-#undef BOOKENDS_WGMMA
-#undef BOOKENDS_16
-#undef BOOKENDS_4
-#elif !defined(__CUDA_ARCH__)
-    const unsigned warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
-    float x[2][16], w[16];
-    auto load = [](float(&row)[16], uint64_t begin, unsigned r) {  // with the swizzle as the hardware has it
-        for (unsigned k = 0; k < 16; k++) {
-            const uint64_t address = begin + r * 128 + k * 2;
-            row[k] = (float)*(const floatX *)(address ^ (address >> 7 & 7) << 4);
-        }
-    };
-    for (unsigned h = 0; h < 2; h++) load(x[h], X, 16 * warp + lane / 4 + 8 * h);
-    for (unsigned j = 0; j < 64; j++) {
-        load(w, W, 8 * (j / 2) + lane % 4 * 2 + j % 2);
-        for (unsigned h = 0; h < 2; h++) {
-            float &sum = sums[j / 2 * 4 + 2 * h + j % 2];
-            if (!add) sum = 0;
-            for (unsigned k = 0; k < 16; k++) sum += x[h][k] * w[k];
-        }
-    }
-#endif
-}
-
-// wgmma_begin() precedes several wgmmas, wgmma_end() closes them, and wgmma_wait<n>() returns when all but the latest n
-// such batches are done.
-__device__ inline void wgmma_begin() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ inline void wgmma_end() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-template <int n>
-__device__ void wgmma_wait() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
-#endif
-}
-
-// A group's threads have so many registers from here on. What one gets beyond what the launch gave, another has to have
-// left: if there is too little, it waits forever.
-template <int registers, bool more>
-__device__ void set_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    if constexpr (more) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-    } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
-    }
 #endif
 }
 

@@ -38,6 +38,7 @@ Run:      ./lm_head                    the fastest version, in a quarter of what
           ./lm_head --help
 */
 #include "common.h"
+#include "parts/hopper.h"
 
 #ifdef BOOKENDS_NO_MAIN
 #include "classifier_fused.cu"
@@ -50,6 +51,7 @@ Run:      ./lm_head                    the fastest version, in a quarter of what
 #include <cublasLt.h>
 #include <cudaTypedefs.h>
 
+#include <cstdarg>
 #include <vector>
 
 namespace bookends {
@@ -1433,6 +1435,16 @@ inline cublasStatus_t lm_head_find_gemms(LmHead &plan) {
     return status;
 }
 
+// Puts an error and its words into the plan, and returns the error.
+__attribute__((format(printf, 3, 4))) inline cudaError_t lm_head_fail(LmHead &plan, cudaError_t error,
+                                                                      const char *format, ...) {
+    va_list words;
+    va_start(words, format);
+    vsnprintf(plan.what, sizeof(plan.what), format, words);
+    va_end(words);
+    return plan.error = error;
+}
+
 // Makes a plan for a problem: an empty LmHead that lm_head_destroy() takes whatever this returns. It asks cuBLASLt for
 // algorithms, and takes host memory and a stream, but no device memory of its own. cudaErrorInvalidValue: a negative
 // size, a type or an option that there is not; cudaErrorMemoryAllocation: a budget that is too small (plan.rows is 0
@@ -1440,26 +1452,24 @@ inline cublasStatus_t lm_head_find_gemms(LmHead &plan) {
 inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     const LmHeadProblem &p = plan.problem = problem;
     auto known = [](cudaDataType_t type) { return type == CUDA_R_32F || type == CUDA_R_16F || type == CUDA_R_16BF; };
-    auto fail = [&](cudaError_t error, auto... words) {
-        snprintf(plan.what, sizeof(plan.what), words...);
-        return plan.error = error;
-    };
-    if (p.N < 0 || p.C < 0 || p.V < 0) return fail(cudaErrorInvalidValue, "a size is negative");
+    if (p.N < 0 || p.C < 0 || p.V < 0) return lm_head_fail(plan, cudaErrorInvalidValue, "a size is negative");
     if (!known(p.type) || (p.gradient_type != p.type && p.gradient_type != CUDA_R_32F)) {
-        return fail(cudaErrorInvalidValue, "no such type, or two that don't go together");
+        return lm_head_fail(plan, cudaErrorInvalidValue, "no such type, or two that don't go together");
     }
-    if (!valid_options(p.options)) return fail(cudaErrorInvalidValue, "an option is not finite or out of its range");
-    if (p.version < 1 || p.version > 6) return fail(cudaErrorInvalidValue, "no version %d", p.version);
-    if (lm_head_pad(p.V) > INT32_MAX) return fail(cudaErrorInvalidValue, "V is too large");
+    if (!valid_options(p.options))
+        return lm_head_fail(plan, cudaErrorInvalidValue, "an option is not finite or out of its range");
+    if (p.version < 1 || p.version > 6) return lm_head_fail(plan, cudaErrorInvalidValue, "no version %d", p.version);
+    if (lm_head_pad(p.V) > INT32_MAX) return lm_head_fail(plan, cudaErrorInvalidValue, "V is too large");
     if (p.N == 0) return cudaSuccess;
     LmHeadDevice device;
     cudaError_t error = lm_head_device(&device);
-    if (error != cudaSuccess) return fail(error, "%s", cudaGetErrorString(error));
+    if (error != cudaSuccess) return lm_head_fail(plan, error, "%s", cudaGetErrorString(error));
     plan.device = device;
     if (p.version == 6 && p.tuning.way == kLmHeadEpilogue && !has_epilogue(plan)) {
-        return fail(cudaErrorNotSupported,
-                    "no way 'epilogue' here: it takes fp16 or bf16, C > 0, a positive logit_scale, and code for "
-                    "sm_90a on such a device");
+        return lm_head_fail(
+            plan, cudaErrorNotSupported,
+            "no way 'epilogue' here: it takes fp16 or bf16, C > 0, a positive logit_scale, and code for "
+            "sm_90a on such a device");
     }
     // With dX and dW of any number of columns; if there is no product like that, with tails.
     cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
@@ -1478,9 +1488,10 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
         }
         if (!planned) {
             plan.rows = 0;
-            if (p.version <= 2) return fail(cudaErrorMemoryAllocation, "it takes more scratch than there can be");
-            return fail(cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: %zu are enough", p.memory,
-                        lm_head_least_bytes(p, device));  // with tails or without
+            if (p.version <= 2)
+                return lm_head_fail(plan, cudaErrorMemoryAllocation, "it takes more scratch than there can be");
+            return lm_head_fail(plan, cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: %zu are enough",
+                                p.memory, lm_head_least_bytes(p, device));  // with tails or without
         }
         status = lm_head_find_gemms(plan);
     }
@@ -1494,7 +1505,8 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
     for (cudaEvent_t *event : {&plan.made[0], &plan.made[1], &plan.done[0], &plan.done[1]}) {
         if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
     }
-    return error == cudaSuccess ? error : fail(error, "a stream and its events: %s", cudaGetErrorString(error));
+    return error == cudaSuccess ? error
+                                : lm_head_fail(plan, error, "a stream and its events: %s", cudaGetErrorString(error));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

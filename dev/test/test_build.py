@@ -14,6 +14,7 @@ from bookends import ROOT
 
 KERNELS = sorted(path.name for path in ROOT.glob("*.cu"))
 MADE_OF_OTHERS = {"lm_head.cu", "embedding_layer.cu"}
+USES_HOPPER = {"classifier_fused.cu", "lm_head.cu"}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
 CC = shutil.which("gcc") or shutil.which("cc")
@@ -115,6 +116,7 @@ OBJECTS = {name + ".o" for name in BINARIES}
 LIBRARY = {"dev/lib/bookends.o", "libbookends.so"}
 DEVICE = {"device.o", "libbookends.so", *BINARIES}
 PRODUCTS = {"cublasLt.o", "lm_head", "libbookends.so"}
+HOPPER = {"classifier_fused", "classifier_fused.o", "lm_head", "lm_head.o"}
 
 
 MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KERNELS)
@@ -124,6 +126,7 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
 @needs_build
 @pytest.mark.parametrize("touched, files", [
     ("common.h", LIBRARY | OBJECTS | BINARIES),
+    ("parts/hopper.h", LIBRARY | HOPPER),
     ("dev/harness.h", OBJECTS | BINARIES),
     ("dev/lib/bookends.h", LIBRARY),
     ("dev/lib/bookends.cu", LIBRARY),
@@ -134,8 +137,8 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
     ("dev/cpu/cuda_runtime.h", DEVICE | PRODUCTS | LIBRARY | OBJECTS),
     ("dev/cpu/cuda.h", DEVICE | LIBRARY | {"lm_head.o"}),
     ("dev/cpu/cudaTypedefs.h", DEVICE | LIBRARY | {"lm_head.o"}),
-    ("dev/cpu/cuda/ptx", DEVICE | LIBRARY | OBJECTS),
-    ("dev/cpu/cooperative_groups.h", LIBRARY | {"classifier_fused", "classifier_fused.o", "lm_head", "lm_head.o"}),
+    ("dev/cpu/cuda/ptx", DEVICE | LIBRARY | {"classifier_fused.o", "lm_head.o"}),
+    ("dev/cpu/cooperative_groups.h", LIBRARY | HOPPER),
     ("dev/cpu/rewrite.sed", LIBRARY | OBJECTS | BINARIES),
     ("README.md", set()),
 ], ids=lambda value: value if isinstance(value, str) else "")
@@ -220,10 +223,9 @@ def test_the_header_comments_command(name, tmp_path):
     command = re.search(r"Compile: +(nvcc .*)", header).group(1).split()
     assert name in command and "-arch=native" in command
     output = command[command.index("-o") + 1]
-    for needed in ("common.h", *KERNELS):
-        shutil.copy(str(ROOT / needed), str(tmp_path))
-    (tmp_path / "dev").mkdir()
-    shutil.copy(str(ROOT / "dev" / "harness.h"), str(tmp_path / "dev"))
+    for needed in ("common.h", "parts/hopper.h", "dev/harness.h", *KERNELS):
+        (tmp_path / needed).parent.mkdir(exist_ok=True)
+        shutil.copy(str(ROOT / needed), str(tmp_path / needed))
     command = [NVCC if part == "nvcc" else part.replace("native", "sm_90") for part in command]
     result = subprocess.run(command, cwd=str(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=600,
                             universal_newlines=True)
@@ -317,7 +319,8 @@ def test_kernel_files_include_no_other(name):
     own = [include for include in includes(ROOT / name) if include.startswith('"')]
     kernels = [include.strip('"') for include in own if include.endswith('.cu"')]
     assert name in MADE_OF_OTHERS or not kernels
-    assert set(own) - {'"%s"' % kernel for kernel in kernels} == {'"common.h"', '"dev/harness.h"'}
+    parts = {'"parts/hopper.h"'} if name in USES_HOPPER else set()
+    assert set(own) - {'"%s"' % kernel for kernel in kernels} == {'"common.h"', '"dev/harness.h"'} | parts
     text = (ROOT / name).read_text()
     assert text.index("BOOKENDS_NO_MAIN") < text.index('"dev/harness.h"') < text.index("int main(")
 
@@ -327,6 +330,7 @@ def test_common_stands_alone():
     text = (ROOT / "common.h").read_text()
     for word in ("BOOKENDS_CPU_DEVICE", "Harness", "harness", "cpu::"):
         assert word not in text, word
+    assert "#include <cuda/ptx>" not in text
     of_harness = [include for include in includes(ROOT / "dev" / "harness.h") if include.startswith('"')]
     assert of_harness == ['"../common.h"']
 
