@@ -41,6 +41,10 @@ struct ClassifierOptions {
     float label_smoothing = 0;
     float z_loss = 0;
     int ignore_index = -100;  // rows with this target have loss 0 and gradient 0
+    // One float in device memory that the gradients are divided by, beside dloss: the number of rows that count, for a
+    // mean over them (see classifier_totals()). 0 makes the gradients 0. Null: no divisor.
+    const float *divisor = nullptr;
+    bool add_losses = false;  // losses are added to what is there, and not written over it
 };
 
 // Finite, in their ranges, and none so large or small that a constant formed of them is no longer finite.
@@ -378,7 +382,10 @@ struct ClassifierGradient {
 // The gradient of a row's loss.
 template <typename floatX>
 __device__ float dloss_of(const ClassifierArguments<floatX> &args, long long row) {
-    return args.dlosses ? args.options.dloss * args.dlosses[row] : args.options.dloss;
+    const float dloss = args.dlosses ? args.options.dloss * args.dlosses[row] : args.options.dloss;
+    if (!args.options.divisor) return dloss;
+    const float divisor = *args.options.divisor;
+    return divisor != 0 ? dloss / divisor : 0.0f;
 }
 
 // The logarithm of a row's sum of exp(z - max), and of its sum of exp(z). All that is formed of max and another z is
@@ -421,7 +428,8 @@ __device__ void write_scalars(const ClassifierArguments<floatX> &args, long long
         loss = (1 - o.label_smoothing) * loss + o.label_smoothing * mean;
     }
     if (o.z_loss != 0) loss += o.z_loss * of_row.lse * of_row.lse;
-    if (args.losses) args.losses[row] = target.ignored ? 0.0f : target.bad ? NAN : loss;
+    loss = target.ignored ? 0.0f : target.bad ? NAN : loss;
+    if (args.losses) args.losses[row] = o.add_losses ? args.losses[row] + loss : loss;
     if (args.lse) args.lse[row] = of_row.lse;
     if (args.correct) args.correct[row] = target.index < args.V && !seen.beaten;
 }
@@ -527,6 +535,35 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArgum
     }
     zero_columns(target.dlogits, target.ignored ? 0 : args.V, args.P, threadIdx.x, blockDim.x);
     zero_columns(target.probs, args.V, args.P, threadIdx.x, blockDim.x);
+}
+
+// Adds to *rows the number of targets that are not ignored, and to *total the sum of the losses; either may be null. One
+// block, and a fixed order of additions, so that the same inputs give the same bits.
+static __global__ void __launch_bounds__(1024) classifier_totals_kernel(float *rows, float *total, const int *targets,
+                                                                        const float *losses, int N, int ignore_index) {
+    __shared__ double sums[kWarpSize];
+    auto add_up = [](auto value) {
+        for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+        return value;
+    };
+    // The sum of a value of each row, in thread 0. The sum of so many integers is exact in double.
+    auto sum_rows = [&](auto value) {
+        double sum = 0;
+        for (long long row = threadIdx.x; row < N; row += blockDim.x) sum += value(row);
+        sum = add_up(sum);
+        __syncthreads();  // the sums before have been used
+        if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = sum;
+        __syncthreads();
+        return add_up(threadIdx.x < blockDim.x / kWarpSize ? sums[threadIdx.x] : 0.0);
+    };
+    if (rows) {
+        const double sum = sum_rows([&](long long row) { return targets[row] != ignore_index ? 1.0 : 0.0; });
+        if (threadIdx.x == 0) *rows = (float)(*rows + sum);
+    }
+    if (total) {
+        const double sum = sum_rows([&](long long row) { return (double)losses[row]; });
+        if (threadIdx.x == 0) *total = (float)(*total + sum);
+    }
 }
 
 // How `count` elements from an address on are cut: single ones up to the first multiple of 16 bytes, vectors, and
@@ -1038,14 +1075,16 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
 // probabilities and gradient are NaN; with a softcap infinities are +-softcap instead. Where one logit is NaN, none is
 // the largest.
 //
-// losses are not multiplied by dloss; for the gradient of their mean, options.dloss is 1 over the number of targets
-// that count. block_size: a multiple of 32 up to 1024; the table of versions has those that were fastest. Version 5
-// takes 128 to 832 of it, at most 768 where nothing is written but scalars. Nothing is allocated or synchronised.
-// Returns cudaErrorInvalidValue for P < V, a negative size or what valid_options() refuses; else the launch's error
-// (cudaGetLastError's, so one that an earlier call left behind comes out here too); cudaSuccess without a launch when N
-// = 0. dlogits and probs are formed in float and rounded once. The same inputs give the same bits at the same block
-// size, for the same outputs; version 1, at any. A softcap leaves z exact to softcap * 1e-7. Probabilities below 2^-126
-// are 0; below 2^-63, where |z| is beyond 2^23. Label smoothing adds up a row's logits in float, less the target's.
+// losses are not multiplied by dloss or divided by the divisor. With options.add_losses they are added to what losses
+// holds (an ignored row adds 0); all other outputs are written. For the gradient of the losses' mean, options.dloss is
+// 1 over the number of targets that count, or options.divisor is that number. block_size: a multiple of 32 up to 1024;
+// the table of versions has those that were fastest. Version 5 takes 128 to 832 of it, at most 768 where nothing is
+// written but scalars. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for P < V, a negative size
+// or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an earlier call left behind
+// comes out here too); cudaSuccess without a launch when N = 0. dlogits and probs are formed in float and rounded once.
+// The same inputs give the same bits at the same block size, for the same outputs; version 1, at any. A softcap leaves
+// z exact to softcap * 1e-7. Probabilities below 2^-126 are 0; below 2^-63, where |z| is beyond 2^23. Label smoothing
+// adds up a row's logits in float, less the target's.
 
 template <typename floatX>
 using ClassifierFused = cudaError_t (*)(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
@@ -1078,6 +1117,21 @@ cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX
         return launch(args, softcap, std::integral_constant<Extras, kNoExtras>());
     };
     return softcap ? with(std::true_type()) : with(std::false_type());
+}
+
+// For a mean over the rows that are not ignored, without the host: adds the number of these rows to *rows, and the sum of
+// all N losses to *total (float, in device memory; either may be null). Set both to 0, call this with the targets of
+// each micro-batch and losses = total = null, and *rows is the divisor that ClassifierOptions takes; after the losses
+// have been written, *total / *rows is their mean. Targets outside the vocabulary count, and their losses are NaN. The
+// sums of a call are rounded once, so that *rows is exact up to 2^24. The same inputs give the same bits. Targets may be
+// null without rows, losses without total.
+inline cudaError_t classifier_totals(float *rows, float *total, const int *targets, const float *losses, int N,
+                                     int ignore_index, cudaStream_t stream) {
+    if (N < 0 || (N > 0 && ((rows && !targets) || (total && !losses)))) return cudaErrorInvalidValue;
+    if (N == 0 || (!rows && !total)) return cudaSuccess;
+    const int block_size = (int)std::min(ceil_div((long long)N, (long long)kWarpSize) * kWarpSize, 1024LL);
+    classifier_totals_kernel<<<1, block_size, 0, stream>>>(rows, total, targets, losses, N, ignore_index);
+    return cudaGetLastError();
 }
 
 template <bool softcap, Extras extras, typename floatX>

@@ -1512,12 +1512,13 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
 // ---------------------------------------------------------------------------------------------------------------------
 // launchers
 
-// A run:  dX (N, C) floatX, dW (V, C) and dbias (V) gradX, to which is added, losses (N) and lse (N) float; X (N, C), W
-// (V, C) and bias (V) floatX, targets (N) int32, dlosses (N) float; status one status word; workspace plan.bytes, at a
-// multiple of 256. Row-major, device memory, all others aligned to their element only, none overlapping another. Which
-// of dX, dW, dbias and bias there are, the plan says: those are not null, the others are. losses, lse, dlosses (1) and
-// status may be null. What the workspace holds does not matter, before or after. W may be the embedding's table: then
-// dW is its gradient's first part, to which encoder_backward adds the other.
+// A run:  dX (N, C) floatX, dW (V, C) and dbias (V) gradX, to which is added, losses (N) and lse (N) float, which are
+// written (with add_losses, losses are added to); X (N, C), W (V, C) and bias (V) floatX, targets (N) int32, dlosses (N)
+// float; status one status word; workspace plan.bytes, at a multiple of 256; divisor one float. Row-major, device memory,
+// all others aligned to their element only, none overlapping another. Which of dX, dW, dbias and bias there are, the
+// plan says: those are not null, the others are. losses, lse, dlosses (1), status and divisor (1) may be null. What the
+// workspace holds does not matter, before or after. W may be the embedding's table: then dW is its gradient's first
+// part, to which encoder_backward adds the other.
 //
 // Targets, options and rows that are not finite are as in classifier_fused.cu. Rows that are ignored have no part in
 // any gradient, if what X holds there is finite. A bad target makes its row of dX and, as it is a term of each of their
@@ -1545,6 +1546,8 @@ struct LmHeadArguments {
     const float *dlosses;
     status_word *status;
     char *workspace;
+    const float *divisor = nullptr;  // as in ClassifierOptions: a run's, whatever the plan's options have
+    bool add_losses = false;
 };
 
 template <typename floatX, typename gradX>
@@ -1557,10 +1560,13 @@ struct LmHeadRun {
     const LmHead &plan;
     LmHeadArguments<floatX, gradX> args;
     char *const workspace;
+    ClassifierOptions options;
     bool aligned;
 
     LmHeadRun(const LmHead &plan, const LmHeadArguments<floatX, gradX> &args)
-        : plan(plan), args(args), workspace(args.workspace) {
+        : plan(plan), args(args), workspace(args.workspace), options(plan.problem.options) {
+        options.divisor = args.divisor;
+        options.add_losses = args.add_losses;
         const size_t C = plan.problem.C;
         uintptr_t all = (uintptr_t)args.X | (uintptr_t)args.W | (uintptr_t)args.bias | (uintptr_t)args.dX;
         all |= (uintptr_t)args.dW;
@@ -1709,7 +1715,7 @@ struct LmHeadRun {
         return classifier_launch<floatX>(plan.gradient() ? logits : nullptr, args.losses ? args.losses + row : nullptr,
                                          args.lse ? args.lse + row : nullptr, nullptr, nullptr, logits,
                                          args.targets + row, args.dlosses ? args.dlosses + row : nullptr, nullptr,
-                                         count, p.V, p.V, p.options,
+                                         count, p.V, p.V, options,
                                          [&](ClassifierArguments<floatX> arguments, auto softcap, auto extras) {
                                              arguments.P = plan.P;
                                              return launch(arguments, softcap, extras);
@@ -1788,11 +1794,10 @@ struct LmHeadRun {
     // The fused classifier, in place.
     cudaError_t classify_fused(floatX *logits, size_t row, int count, cudaStream_t stream) const {
         const LmHeadProblem &p = plan.problem;
-        return classifier_fused5(plan.gradient() ? logits : nullptr, args.losses ? args.losses + row : nullptr,
-                                 args.lse ? args.lse + row : nullptr, (floatX *)nullptr, nullptr,
-                                 (const floatX *)logits, args.targets + row,
-                                 args.dlosses ? args.dlosses + row : nullptr, nullptr, count, p.V, plan.P, p.options,
-                                 kStagedThreads, stream);
+        return classifier_fused5(
+            plan.gradient() ? logits : nullptr, args.losses ? args.losses + row : nullptr,
+            args.lse ? args.lse + row : nullptr, (floatX *)nullptr, nullptr, (const floatX *)logits, args.targets + row,
+            args.dlosses ? args.dlosses + row : nullptr, nullptr, count, p.V, plan.P, options, kStagedThreads, stream);
     }
 };
 
