@@ -53,7 +53,7 @@ endif
 
 # Python for the tests: the one at hand if it has what they need, else a virtual environment made here.
 PYTHON ?= python3
-TEST_PYTHON := $(shell $(PYTHON) -c 'import numpy, pytest, xdist' 2>/dev/null && echo $(PYTHON) || echo build/venv/bin/python)
+TEST_PYTHON := $(shell $(PYTHON) -c 'import allpairspy, numpy, pytest, xdist' 2>/dev/null && echo $(PYTHON) || echo build/venv/bin/python)
 
 # Tests that run side by side: as many as there are cores, but on a GPU they share its memory.
 WORKERS := $(if $(filter cuda,$(DEVICE)),4,auto)
@@ -143,7 +143,7 @@ $(BUILD)/libbookends.so: $(BUILD)/dev/lib/bookends.o $(RUNTIME)
 	$(LINK) $(SHARED) $^ -o $@ $(LIBS)
 
 build/venv/bin/python: dev/test/requirements.txt
-	$(PYTHON) -m venv build/venv || { echo "make test: needs python3 with venv, or with numpy, pytest and pytest-xdist" >&2; exit 1; }
+	$(PYTHON) -m venv build/venv || { echo "make test: needs python3 with venv, or with allpairspy, numpy, pytest and pytest-xdist" >&2; exit 1; }
 	build/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 

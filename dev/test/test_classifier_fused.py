@@ -257,18 +257,6 @@ def test_many_rows(dtype, version):
         some_case(dtype, N, V, P=V + 1, z_loss=0.1).check(version)
 
 
-@every_version
-@every_dtype
-@pytest.mark.parametrize("offsets", [(1, 1, 1), (0, 1, 0), (0, 0, 1), (1, 0, 0), (3, 2, 1), (7, 7, 7), (2, 2, 4)],
-                         ids=str)
-def test_unaligned_rows(offsets, dtype, version):
-    """Odd P, so that every row lies differently, and pointers that are aligned to their element only."""
-    for V, P in ((100, 101), (517, 523), (64, 64), (5, 9)):
-        case = some_case(dtype, 9, V, P=P, offsets=offsets, softcap=20.0)
-        case.check(version)
-        case.check(version, in_place=True)
-
-
 # Rows from 40 KB on are staged on the chip, those from 102 KB on by several blocks.
 LONG = {FP32: (10241, 10246, 40963, 60001), FP16: (20482, 20487, 81921, 120007), BF16: (20481, 20488, 81925, 131071)}
 
@@ -310,12 +298,6 @@ def test_options_alone(dtype, version):
         case = option_case(dtype, options)
         case.check(version, in_place=True)
         case.check(version, ("dlogits", "losses"))
-
-
-@every_version
-def test_options_in_pairs(version):
-    for i, options in enumerate(PAIRS):
-        option_case(DTYPES[i % 3], options).check(version)
 
 
 @every_version

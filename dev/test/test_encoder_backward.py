@@ -363,17 +363,6 @@ def test_more_blocks_than_one_side_of_a_grid_holds(wanted, version):
     Case(BF16_TO_FP32, np.zeros((1, 1100000), np.int32), 1, 2000).check(version, 0, 1, wanted, fill=0)
 
 
-@every_version
-@every_types
-@pytest.mark.parametrize("C", [8, 24, 65])
-def test_pointers_aligned_only_to_their_element(C, types, version):
-    ids = random_ids(np.random.default_rng(C), 5, 3, 2)
-    offsets = [tuple(by if k == which else 0 for k in range(5)) for which in range(5) for by in (1, 2 if C == 8 else 4)]
-    offsets += [(1, 1, 1, 1, 1), (4, 4, 4, 4, 4), (1, 2, 3, 5, 7), (8, 3, 4, 2, 255)]
-    for k, some in enumerate(offsets):
-        Case(types, ids, C, 2, offsets=some).check(version, OVERWRITE * (k % 2))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # which ids meet
 

@@ -170,17 +170,6 @@ def test_one_side_very_long(B, T, C, version):
 
 @every_version
 @every_dtype
-@pytest.mark.parametrize("C", [1, 8, 16, 24, 64, 65, 256, 768])
-def test_pointers_aligned_only_to_their_element(C, dtype, version):
-    ids = random_ids(np.random.default_rng(C), 5, 3, 10)
-    offsets = [tuple(by if k == which else 0 for k in range(4)) for which in range(4) for by in (1, 2, 4, 8)]
-    offsets += [(1, 1, 1, 1), (2, 2, 2, 2), (4, 4, 4, 4), (1, 2, 3, 5), (4, 1, 2, 8), (8, 3, 4, 2)]
-    for some in offsets:
-        Case(dtype, ids, C, 10, offsets=some).check(version)
-
-
-@every_version
-@every_dtype
 def test_repeated_and_distinct_ids(dtype, version):
     for B, T, C in ((3, 5, 8), (8, 33, 40), (6, 2, 257)):
         count = B * T
