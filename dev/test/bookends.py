@@ -9,6 +9,7 @@ import collections
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import pathlib
 import subprocess
@@ -106,6 +107,12 @@ GUARD = 1 << 14  # bytes
 NAN_FILL, VALUE_FILL = 0xff, 0xa5  # bytes: a NaN in each float type and the id -1; a small number that no test expects
 
 
+def untouched_zeros(size):
+    """Bytes that take no memory until they are touched, and may be more than there is of it."""
+    mapped = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
+    return np.frombuffer(mapped, np.uint8)
+
+
 class Array:
     """`count` elements of device memory that start `offset` elements after a multiple of 256 bytes, a guard zone on
     either side. Elements and guards hold the byte `fill` at first; with fill=None the elements are zeros that take no
@@ -122,7 +129,7 @@ class Array:
             self.memory = make(total, dtype=torch.uint8, device="cuda")
             address = self.memory.data_ptr()
         else:
-            self.memory = (np.zeros if fill is None else np.empty)(total, np.uint8)
+            self.memory = untouched_zeros(total) if fill is None else np.empty(total, np.uint8)
             address = self.memory.ctypes.data
         self.start = -address % 256 + GUARD + offset * self.item.itemsize
         self.end = self.start + count * self.item.itemsize

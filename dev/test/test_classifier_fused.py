@@ -16,7 +16,7 @@ import pytest
 
 import bookends
 from bookends import (Array, BF16, DTYPES, FP16, FP32, INFINITY, INT_MAX, INT_MIN, OK, ON_CUDA, VALUE_FILL,
-                      ClassifierOptions, from_bits, needs_cuda, or_skip, status_array, to_bits)
+                      ClassifierOptions, from_bits, needs_cuda, status_array, to_bits)
 
 VERSIONS = bookends.versions("classifier_fused")
 OUTPUTS = ("dlogits", "losses", "lse", "probs", "correct")
@@ -600,43 +600,6 @@ def test_rows_do_not_depend_on_each_other(version):
     for row in range(6):
         alone = Case(BF16, from_bits(case.bits[row:row + 1, :333], BF16), case.targets[row:row + 1], P=336)
         assert_same(alone.call(version), {name: values[row:row + 1] for name, values in together.items()})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# past 2^31 elements
-
-@needs_cuda
-@every_version
-@pytest.mark.parametrize("dtype, N, V, P", [(BF16, 45000, 50257, 50304), (FP32, 8200, 262143, 262144),
-                                            (BF16, 2**22, 511, 513)], ids=lambda value: getattr(value, "name", value))
-def test_past_2_31_elements(dtype, N, V, P, version):
-    """In place; all logits are zero but those of some rows on either side of 2^31 elements."""
-    size = np.dtype(dtype.bits).itemsize
-    or_skip(N * P * size)
-    rng = np.random.default_rng(10)
-    edge = 2**31 // P
-    rows = sorted({0, 1, edge - 1, edge, edge + 1, N - 2, N - 1})
-    logits = Array(N * P, dtype.bits, None)
-    targets = np.zeros(N, np.int32)
-    targets[rows] = rng.integers(0, V, len(rows))
-    targets[5] = V
-    case = Case(dtype, some_logits(rng, len(rows), V), targets[rows], P=P)
-    for k, row in enumerate(rows):
-        logits.put(case.bits[k], row * P)
-    losses = Array(N, np.float32, VALUE_FILL)
-    code, word = bookends.classifier_fused(logits, losses, None, None, None, logits, Array(N, np.int32).put(targets),
-                                           None, status_array(), N, V, P, None, dtype, version)
-    assert (code, word) == (OK, 5)
-    got = losses.get().astype(np.float64)
-    want = np.full(N, np.log(V))
-    want[rows], want[5] = case.reference.exact["losses"], np.nan
-    assert np.isnan(got[5]) and np.abs(np.delete(got - want, 5)).max() < 1e-3
-    for k, row in enumerate(rows):
-        bits = logits.get(row * P, P)
-        wrong = off(from_bits(bits[:V], dtype), case.reference.exact["dlogits"][k], case.reference.slack["dlogits"][k],
-                    dtype)
-        assert not wrong.any() and (bits[V:] == 0).all(), row
-    assert logits.guards_intact() and losses.guards_intact()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

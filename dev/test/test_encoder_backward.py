@@ -1064,7 +1064,8 @@ def test_large_tables(types, V, C, flags, version):
 @needs_cuda
 @every_version
 @pytest.mark.parametrize("B, T, C, V", [(64, 1024, 32776, 100), (1, 262144, 8960, 262144), (3000, 1024, 701, 50),
-                                        (2**20, 257, 8, 1000)])
+                                        (2**20, 257, 8, 1000),
+                                        (64, 1024, 65544, 50), (2**20, 520, 8, 1000)])
 def test_dout_past_2_31_elements(B, T, C, V, version):
     """Zeros, save a few positions."""
     types, N = BF16_TO_FP32, B * T
@@ -1075,9 +1076,9 @@ def test_dout_past_2_31_elements(B, T, C, V, version):
     rng = np.random.default_rng(18)
     ids = rng.integers(0, V, (B, T), np.int32)
     ids[B - 1, T - 2] = -1
-    edge = 2**31 // C
-    positions = np.unique([0, 1, N // 2, edge - 1, edge, min(edge + 1, N - 1), N - 3, N - 1,
-                           *rng.integers(0, N - 2, 20)])
+    edge, edge32 = 2**31 // C, min(2**32 // C, N - 4)
+    positions = np.unique([0, 1, N // 2, edge - 1, edge, min(edge + 1, N - 1), edge32 - 1, edge32, edge32 + 1, N - 3,
+                           N - 1, *rng.integers(0, N - 2, 20)])
     terms = rng.integers(-8, 9, (len(positions), C))
     dout = Array(N * C, types.dtype.bits, None)
     for position, row in zip(positions.tolist(), to_bits(terms, types.dtype)):

@@ -18,7 +18,7 @@ import test_classifier_fused as classifier
 import test_encoder_backward as backward
 import test_encoder_forward as forward
 import test_lm_head as head
-from bookends import BF16, FP16, FP32, INT_MAX, OVERWRITE, STOCHASTIC, from_bits, to_bits
+from bookends import BF16, FP16, FP32, INT_MAX, OVERWRITE, STOCHASTIC
 
 PARTS = 3  # that the cases of a version are cut into, so that workers have about as much to do
 
