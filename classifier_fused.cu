@@ -59,12 +59,12 @@ inline bool valid_options(const ClassifierOptions &o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
-// What one row comes to. `distance` is the mean of |z_j - max| over the probabilities, which the rounding errors of a
-// sum of exponentials are measured by, and `spread` that of |z_j - z_t| over the vocabulary.
+// What one row comes to. `distance` is the mean of max - z_j over the probabilities, which the rounding errors of a sum
+// of exponentials are measured by, and `gap` that over the vocabulary.
 struct ClassifierRow {
     double loss, lse, max;
     bool correct;
-    double distance, spread;
+    double distance, gap;
 };
 
 // One row, in double. logits: anything that 0..V-1 index, a pointer to any float type or values made on demand.
@@ -74,7 +74,7 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
                                    double dloss, int V, const ClassifierOptions &options) {
     const double scale = options.logit_scale, cap = options.softcap, eps = options.label_smoothing;
     const bool ignored = target == options.ignore_index, good = !ignored && id_in_range(target, V);
-    double max = -INFINITY, sum = 0, mean = 0, distance = 0, spread = 0;
+    double max = -INFINITY, sum = 0, distance = 0, gap = 0;
     const double x_t = good ? scale * (double)logits[target] : NAN;
     bool largest = good;  // no other is larger, and none before it as large
     for (int j = 0; j < V; j++) {
@@ -82,11 +82,10 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
         largest = largest && (x < x_t || (x == x_t && j >= target));
         z[j] = cap > 0 ? cap * tanh(x / cap) : x;
         max = fmax(max, z[j]);
-        mean += z[j] / V;
     }
     const double z_t = good ? z[target] : NAN;
     for (int j = 0; j < V; j++) {
-        if (good) spread += fabs(z[j] - z_t) / V;
+        gap += (max - z[j]) / V;
         const double e = exp(z[j] - max);
         sum += e;
         if (e > 0) distance += e * (max - z[j]);
@@ -102,8 +101,8 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
         if (!good) dlogits[j] = ignored ? 0 : NAN;
     }
     double loss = (1 - eps) * (log_sum - (z_t - max)) + options.z_loss * lse * lse;
-    if (eps > 0) loss += eps * (log_sum - (mean - max));
-    return {ignored ? 0 : loss, lse, max, largest, distance / sum, spread};
+    if (eps > 0) loss += eps * (log_sum + gap);
+    return {ignored ? 0 : loss, lse, max, largest, distance / sum, gap};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -132,12 +131,18 @@ struct ClassifierArguments {
     float sign = 0;             // of logit_scale: 1, -1 or 0
     float inner = 0;            // with a softcap: exp(2u) = 2^(inner * x), where tanh(u) is wanted
     float smoothing = 0;        // label_smoothing / V
+    // The sum of (max - z_j) over the vocabulary, which label smoothing adds to the loss with the factor smoothing, is
+    // formed of values times `gap_scale`, a power of two: the largest that is not above smoothing * size, but 1 at most
+    // and 2^-126 at least. So no partial sum is beyond the loss; and since terms are products and differences in one
+    // rounding (fmaf), what is scaled loses no digits, save below 2^-149. The loss has loss_of_gaps times the sum.
+    float gap_scale = 1;
+    double loss_of_gaps = 0;
 };
 
-// exp(z - max) as 2^(value * factor - point), which is a multiply-add. The point is max * power, rounded. What it is off
-// by does no harm, since all that is formed of a row counts from the same point; until it is too much. But from 2^30 on
-// the float next to max is 2^-64 times as likely already: whether a value is the largest is all that counts, and for
-// that any factor does which makes max * factor exact.
+// exp(z - max) as 2^(value * factor - point), which is a multiply-add. The point is max * power, rounded. What it is
+// off by does no harm, since all that is formed of a row counts from the same point; until it is too much. But from
+// 2^30 on the float next to max is 2^-64 times as likely already: whether a value is the largest is all that counts,
+// and for that any factor does which makes max * factor exact.
 struct Exponent {
     float factor, point;
 
@@ -154,9 +159,11 @@ struct Exponent {
     __device__ float off(float max) const { return fmaf(max, factor, -point); }  // in powers of two
 };
 
-// What a sum that counts from one maximum is multiplied with, to count from another one.
+// What a sum that counts from one maximum is multiplied with, to count from another one. Halves, since the difference
+// itself may overflow where its product with the power doesn't.
 __device__ inline float rescale(float from, const Exponent &of_from, float to, const Exponent &of_to, float power) {
-    return fast_exp2(fmaf(from - to, power, of_to.off(to) - of_from.off(from)));
+    const float half_way = (0.5f * from - 0.5f * to) * power;
+    return fast_exp2(fmaf(2.0f, half_way, of_to.off(to) - of_from.off(from)));
 }
 __device__ inline float rescale(float from, float to, float power) {
     return rescale(from, Exponent(from, power), to, Exponent(to, power), power);
@@ -190,7 +197,6 @@ struct ClassifierTarget {
     bool ignored, bad;
     bool read;              // whether anything is wanted that the logits decide
     float x, value, slope;  // of the target's logit: read here, before anybody can overwrite it
-    float origin;           // its value, or 0 if that isn't finite: what the sum of all values counts from
 
     __device__ bool second_pass() const { return (dlogits && !ignored) || probs; }
 };
@@ -215,7 +221,6 @@ template <bool softcap, Extras extras, typename floatX>
 __device__ void set_logit(ClassifierTarget<floatX> &t, const ClassifierArguments<floatX> &args, float x) {
     t.x = x;
     t.value = value_and_slope<softcap, extras>(x, args, &t.slope);
-    t.origin = isfinite(t.value) ? t.value : 0.0f;
 }
 
 template <bool softcap, Extras extras, typename floatX>
@@ -227,24 +232,55 @@ __device__ ClassifierTarget<floatX> find_target(const ClassifierArguments<floatX
 
 // What has been seen of a row, as an online softmax has it: the largest value, and the sum of exp(z - max), as Exponent
 // forms it. The maximum starts at the lowest finite number: with -inf, a row that begins with -inf would come to
-// -inf - -inf. Extras: the sum of value - origin, and whether any logit beats the target's: is larger, or as large and
-// comes before it. (Under a softcap too it is the logits that are compared: tanh keeps their order, until rounding
-// makes them equal. A NaN beats everything.)
+// -inf - -inf. Extras: the sum of the gaps, max - value, times args.gap_scale, with the number of values in it; and
+// whether any logit beats the target's: is larger, or as large and comes before it. (Under a softcap too it is the
+// logits that are compared: tanh keeps their order, until rounding makes them equal. A NaN beats everything.)
+//
+// No gap is negative, so their sum is as exact, relative to itself, as its additions are, whatever the values are and
+// whichever of them is an outlier. The only reference point is the maximum so far.
 struct OnlineSoftmax {
-    float max = -FLT_MAX, sum = 0, excess = 0;
+    float max = -FLT_MAX, sum = 0, gaps = 0;
+    unsigned count = 0;
     bool beaten = false;
 };
+
+// (a - b) * scale, scale being a power of two: a difference that may overflow if its parts are not scaled before.
+__device__ inline float scaled_gap(float a, float b, float scale) { return fmaf(a, scale, -(b * scale)); }
+
+// The sum of gaps, counted from another maximum. Of no values there is none, however far the maxima are apart.
+__device__ inline float gaps_from(float largest, const OnlineSoftmax &seen, float scale) {
+    return seen.count > 0 ? fmaf((float)seen.count, scaled_gap(largest, seen.max, scale), seen.gaps) : 0.0f;
+}
 
 // The same while it grows, with how exponentials are formed at present.
 struct RunningSoftmax : OnlineSoftmax {
     Exponent exponent;
+    float lost = 0;  // what the additions to `gaps` have rounded off
     __device__ explicit RunningSoftmax(float power) : exponent(max, power) {}
 
+    // The sum of more gaps, and how many they are. The rounding error of each addition is kept (the branch of
+    // Neumaier's compensated summation, 1974, in which the sum is the larger one): small gaps behind an outlier are not
+    // lost.
+    __device__ void add_gaps(float more, unsigned values) {
+        const float total = gaps + more;
+        lost += gaps - total + more;
+        gaps = total;
+        count += values;
+    }
+    // What has been seen. Where a gap is infinite, so is their sum, and `lost` is NaN.
+    __device__ OnlineSoftmax result() const {
+        OnlineSoftmax all = *this;
+        if (isfinite(lost)) all.gaps += lost;
+        return all;
+    }
+
     // A value has come by that may be the largest.
-    __device__ void raise(float largest, float power) {
+    template <Extras extras, typename floatX>
+    __device__ void raise(float largest, const ClassifierArguments<floatX> &args) {
         if (!(largest > max)) return;
-        const Exponent next(largest, power);
-        if (sum > 0) sum *= rescale(max, exponent, largest, next, power);
+        const Exponent next(largest, args.power);
+        if (sum > 0) sum *= rescale(max, exponent, largest, next, args.power);
+        if (extras != kNoExtras) gaps = gaps_from(largest, *this, args.gap_scale);
         max = largest;
         exponent = next;
     }
@@ -306,12 +342,13 @@ __device__ void see_largest(RunningSoftmax &seen, const Packed<floatX, width> (&
         }
         largest = fmaxf(largest, value_and_slope<softcap, extras>(most, args, &slope));
     }
-    seen.raise(largest, args.power);
+    seen.raise<extras>(largest, args);
 }
 template <bool softcap, Extras extras, typename floatX, int width, int count>
 __device__ void see_sums(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count],
-                         const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
-    float sums[count], slope;
+                         const ClassifierArguments<floatX> &args) {
+    const float max_scaled = seen.max * args.gap_scale;
+    float sums[count], gap_sums[count], slope;
 #pragma unroll
     for (int u = 0; u < count; u++) {
         float value[width];
@@ -319,23 +356,26 @@ __device__ void see_sums(RunningSoftmax &seen, const Packed<floatX, width> (&x)[
 #pragma unroll
         for (int k = 0; k < width; k++) value[k] = value_and_slope<softcap, extras>(value[k], args, &slope);
         if constexpr (extras != kNoExtras) {
-            // What halves have in common leaves room in a float for their sum; the other types are taken by differences.
-            constexpr bool sums = std::is_same_v<floatX, half>;
-            float moved[width];
-            for (int k = 0; k < width; k++) moved[k] = sums ? value[k] : value[k] - target.origin;
-            seen.excess += fmaf(sums ? -width : 0.0f, target.origin, sum_of(moved));
+            // The digits of a few halves and of their sum fit into a float; of the other types gaps are added up.
+            constexpr bool whole = std::is_same_v<floatX, half>;
+            float gaps[width];
+#pragma unroll
+            for (int k = 0; k < width; k++) gaps[k] = whole ? value[k] : fmaf(-args.gap_scale, value[k], max_scaled);
+            const float sum = sum_of(gaps);
+            gap_sums[u] = whole ? fmaf((float)width, seen.max, -sum) * args.gap_scale : sum;
         }
 #pragma unroll
         for (int k = 0; k < width; k++) value[k] = seen.exponent.exp(value[k]);
         sums[u] = sum_of(value);
     }
     seen.sum += sum_of(sums);
+    if constexpr (extras != kNoExtras) seen.add_gaps(sum_of(gap_sums), width * count);
 }
 template <bool softcap, Extras extras, typename floatX, int width, int count>
 __device__ void see(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count], unsigned column, unsigned stride,
                     const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
     see_largest<softcap, extras>(seen, x, column, stride, target, args);
-    see_sums<softcap, extras>(seen, x, target, args);
+    see_sums<softcap, extras>(seen, x, args);
 }
 template <bool softcap, Extras extras, typename floatX, int width>
 __device__ void see(RunningSoftmax &seen, const Packed<floatX, width> &x, unsigned column,
@@ -344,31 +384,40 @@ __device__ void see(RunningSoftmax &seen, const Packed<floatX, width> &x, unsign
     see<softcap, extras>(seen, one, column, 0, target, args);
 }
 
-__device__ inline OnlineSoftmax merge(OnlineSoftmax a, const OnlineSoftmax &b, float power) {
-    const float max = fmaxf(a.max, b.max);
-    a.sum = a.sum * rescale(a.max, max, power) + b.sum * rescale(b.max, max, power);
-    a.max = max;
-    a.excess += b.excess;
-    a.beaten |= b.beaten;
-    return a;
+template <Extras extras, typename floatX>
+__device__ OnlineSoftmax merge(const OnlineSoftmax &a, const OnlineSoftmax &b,
+                               const ClassifierArguments<floatX> &args) {
+    OnlineSoftmax all;
+    all.max = fmaxf(a.max, b.max);
+    all.sum = a.sum * rescale(a.max, all.max, args.power) + b.sum * rescale(b.max, all.max, args.power);
+    if (extras != kNoExtras) {
+        all.gaps = gaps_from(all.max, a, args.gap_scale) + gaps_from(all.max, b, args.gap_scale);
+        all.count = a.count + b.count;
+    }
+    all.beaten = a.beaten || b.beaten;
+    return all;
 }
 
-// What all lanes of a warp, or all threads of a block, have seen together; each gets the same bits.
-template <Extras extras>
-__device__ OnlineSoftmax warp_merge(const OnlineSoftmax &seen, float power) {
+// What all lanes of a warp, or all threads of a block, have seen together; each gets the same bits. (In a block, values
+// are not counted.)
+template <Extras extras, typename floatX>
+__device__ OnlineSoftmax warp_merge(const OnlineSoftmax &seen, const ClassifierArguments<floatX> &args) {
     OnlineSoftmax all;
     all.max = warp_reduce_max(seen.max);
-    all.sum = warp_reduce_sum(seen.sum * rescale(seen.max, all.max, power));
-    if (extras != kNoExtras) all.excess = warp_reduce_sum(seen.excess);
+    all.sum = warp_reduce_sum(seen.sum * rescale(seen.max, all.max, args.power));
+    if (extras != kNoExtras) {
+        all.gaps = warp_reduce_sum(gaps_from(all.max, seen, args.gap_scale));
+        all.count = __reduce_add_sync(0xffffffffu, seen.count);
+    }
     if (extras == kAllExtras) all.beaten = __any_sync(0xffffffffu, seen.beaten);
     return all;
 }
-template <Extras extras>
-__device__ OnlineSoftmax block_merge(const OnlineSoftmax &seen, float power) {
+template <Extras extras, typename floatX>
+__device__ OnlineSoftmax block_merge(const OnlineSoftmax &seen, const ClassifierArguments<floatX> &args) {
     OnlineSoftmax all;
     all.max = block_reduce_max(seen.max);
-    all.sum = block_reduce_sum(seen.sum * rescale(seen.max, all.max, power));
-    if (extras != kNoExtras) all.excess = block_reduce_sum(seen.excess);
+    all.sum = block_reduce_sum(seen.sum * rescale(seen.max, all.max, args.power));
+    if (extras != kNoExtras) all.gaps = block_reduce_sum(gaps_from(all.max, seen, args.gap_scale));
     if (extras == kAllExtras) all.beaten = __syncthreads_or(seen.beaten);
     return all;
 }
@@ -422,14 +471,19 @@ __device__ void write_scalars(const ClassifierArguments<floatX> &args, long long
     const ClassifierOptions &o = args.options;
     const RowSum of_row(seen, args);
     if (target.bad) report_bad_id(args.status, row);
-    float loss = of_row.log_sum - (target.value - seen.max) * args.size;
+    // In double, where no difference or product of floats overflows: the loss may be finite all the same.
+    const double size = args.size, to_target = ((double)seen.max - target.value) * size;
+    double loss = of_row.log_sum + to_target;
     if (extras != kNoExtras && o.label_smoothing != 0) {
-        const float mean = of_row.log_sum - (seen.excess / args.V - (seen.max - target.origin)) * args.size;
-        loss = (1 - o.label_smoothing) * loss + o.label_smoothing * mean;
+        const double wanted = 1 - (double)o.label_smoothing;
+        loss = of_row.log_sum + wanted * to_target + args.loss_of_gaps * seen.gaps;
     }
-    if (o.z_loss != 0) loss += o.z_loss * of_row.lse * of_row.lse;
-    loss = target.ignored ? 0.0f : target.bad ? NAN : loss;
-    if (args.losses) args.losses[row] = o.add_losses ? args.losses[row] + loss : loss;
+    if (o.z_loss != 0) {
+        const double lse = of_row.log_sum + seen.max * size;
+        loss += o.z_loss * lse * lse;
+    }
+    if (target.ignored || target.bad) loss = target.ignored ? 0 : NAN;
+    if (args.losses) args.losses[row] = (float)(o.add_losses ? args.losses[row] + loss : loss);
     if (args.lse) args.lse[row] = of_row.lse;
     if (args.correct) args.correct[row] = target.index < args.V && !seen.beaten;
 }
@@ -503,7 +557,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArgum
     for (unsigned j = lane; target.read && j < args.V; j += kWarpSize) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
-    const OnlineSoftmax all = warp_merge<extras>(seen, args.power);
+    const OnlineSoftmax all = warp_merge<extras>(seen.result(), args);
     const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
     if (lane == 0) write_scalars<extras>(args, row, target, all);
     __syncwarp();  // no lane overwrites the target's logit before all have read it
@@ -527,7 +581,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArgum
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
     // The barriers in there: no thread overwrites the target's logit before all have read it.
-    const OnlineSoftmax all = block_merge<extras>(seen, args.power);
+    const OnlineSoftmax all = block_merge<extras>(seen.result(), args);
     const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
     if (threadIdx.x == 0) write_scalars<extras>(args, row, target, all);
     for (unsigned j = threadIdx.x; target.second_pass() && j < args.V; j += blockDim.x) {
@@ -537,8 +591,8 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArgum
     zero_columns(target.probs, args.V, args.P, threadIdx.x, blockDim.x);
 }
 
-// Adds to *rows the number of targets that are not ignored, and to *total the sum of the losses; either may be null. One
-// block, and a fixed order of additions, so that the same inputs give the same bits.
+// Adds to *rows the number of targets that are not ignored, and to *total the sum of the losses; either may be null.
+// One block, and a fixed order of additions, so that the same inputs give the same bits.
 static __global__ void __launch_bounds__(1024) classifier_totals_kernel(float *rows, float *total, const int *targets,
                                                                         const float *losses, int N, int ignore_index) {
     __shared__ double sums[kWarpSize];
@@ -632,7 +686,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
         }
         if (cut.tail + threadIdx.x < args.V) see_one(cut.tail + threadIdx.x);
     }
-    const OnlineSoftmax all = block_merge<extras>(seen, args.power);
+    const OnlineSoftmax all = block_merge<extras>(seen.result(), args);
     const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
     if (threadIdx.x == 0) write_scalars<extras>(args, row, target, all);
     auto write_one = [&](unsigned j) {
@@ -720,21 +774,26 @@ struct Leave {
     unsigned bytes = 0;
 };
 
+// What a clerk tells the others of a row: an OnlineSoftmax but `beaten`, which version 5 has not; one st.async.
+struct alignas(16) ClerkMessage {
+    float max, sum, gaps;
+    unsigned count;
+};
+
 // The dynamic shared memory.
 struct StagedMemory {
     uint4 *ring;                                         // (stages, chunk)
-    OnlineSoftmax *seen;                                 // (kMails, readers): what the readers tell
-    OnlineSoftmax *seen_by_blocks;                       // (kMails, ranks): what the clerks tell each other
+    ClerkMessage *seen_by_blocks;                        // (kMails, ranks): what the clerks tell each other
     Leave *leave;                                        // (stages), the mover's own
     uint64_t *full, *done;                               // (stages)
     uint64_t *told, *heard, *agreed, *decided, *obeyed;  // (kMails)
     ClassifierGradient *gradient;                        // (kMails)
     float *target_logit;                                 // (kMails): what the first block's clerk tells the others
+    OnlineSoftmax *seen;                                 // (kMails, readers): what the readers tell
 
     __host__ __device__ StagedMemory(void *shared, const Staging &plan, unsigned ranks) {
         ring = (uint4 *)shared;
-        seen = (OnlineSoftmax *)(ring + (size_t)plan.stages * plan.chunk);
-        seen_by_blocks = seen + kMails * plan.readers;
+        seen_by_blocks = (ClerkMessage *)(ring + (size_t)plan.stages * plan.chunk);
         leave = (Leave *)(seen_by_blocks + kMails * ranks);
         full = (uint64_t *)(leave + plan.stages);
         done = full + plan.stages;
@@ -745,10 +804,11 @@ struct StagedMemory {
         obeyed = decided + kMails;
         gradient = (ClassifierGradient *)(obeyed + kMails);
         target_logit = (float *)(gradient + kMails);
+        seen = (OnlineSoftmax *)(target_logit + kMails);
     }
     static size_t bytes(const Staging &plan, unsigned ranks) {
         char *const begin = (char *)1024;  // any address that is aligned
-        return (char *)(StagedMemory(begin, plan, ranks).target_logit + kMails) - begin;
+        return (char *)(StagedMemory(begin, plan, ranks).seen + kMails * plan.readers) - begin;
     }
     // By a warp.
     __device__ void make_barriers(const Staging &plan, bool writes) const {
@@ -875,15 +935,11 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
     } else if (warp < plan.readers) {
         const unsigned mine = threadIdx.x * x128::size, apart = plan.readers * kWarpSize * x128::size;
         const unsigned of_chunk = vectors_of(plan.chunk, warp, plan.readers);
-        fetch(first, next_id, extras != kNoExtras, false);
+        static_assert(extras != kAllExtras, "the target's logit is not there");
         for (long long row = first; row < args.N; row += step) {
-            ClassifierTarget<floatX> target = describe_target(args, row, next_id);
-            const float logit = (float)next_logit;
-            next_id = id_after;
-            id_after = target_at(row + 2 * step);
-            fetch(row + step, next_id, extras != kNoExtras, false);
+            const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
+            next_id = target_at(row + step);
             if (!target.read) continue;
-            if (extras != kNoExtras && target.index < args.V) set_logit<false, extras>(target, args, logit);
             const Cut cut(target.logits, args.V);
             RunningSoftmax seen(args.power);
             for (unsigned v = begin; v < cut.vectors; v += stride) {
@@ -903,7 +959,7 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                 if (!writes) warp_arrive(&memory.done[ring.slot]);
                 ring.next(plan.stages);
             }
-            const OnlineSoftmax all = warp_merge<extras>(seen, args.power);
+            const OnlineSoftmax all = warp_merge<extras>(seen.result(), args);
             wait_for_phase(&memory.heard[mail.slot], mail.phase ^ 1);
             if (lane == 0) memory.seen[mail.slot * plan.readers + warp] = all;
             warp_arrive(&memory.told[mail.slot]);
@@ -926,33 +982,38 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                 RunningSoftmax seen(args.power);
                 if (column < args.V) see<false, extras>(seen, edge, column, target, args);
                 wait_for_phase(&memory.told[mail.slot], mail.phase);
-                all = seen;
+                all = seen.result();
                 if (lane < plan.readers) {
-                    all = merge(all, memory.seen[mail.slot * plan.readers + lane], args.power);
+                    all = merge<extras>(all, memory.seen[mail.slot * plan.readers + lane], args);
                 }
                 warp_arrive(&memory.heard[mail.slot]);
-                all = warp_merge<extras>(all, args.power);
+                all = warp_merge<extras>(all, args);
                 if (ranks > 1) {
                     uint64_t *const agreed = &memory.agreed[mail.slot];
-                    OnlineSoftmax *const others = memory.seen_by_blocks + mail.slot * ranks;
+                    ClerkMessage *const others = memory.seen_by_blocks + mail.slot * ranks;
                     float *const their_logit = &memory.target_logit[mail.slot];
                     if (lane == 0) {
-                        const unsigned bytes = ranks * sizeof(all) + sizeof(logit);
+                        const unsigned bytes = ranks * sizeof(ClerkMessage) + sizeof(logit);
                         ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, agreed,
                                                        bytes);
                     }
                     if (lane < ranks) {  // a lane tells a block
+                        const ClerkMessage message = {all.max, all.sum, all.gaps, all.count};
                         int words[4];
-                        static_assert(sizeof(all) == sizeof(words), "a message is one st.async");
-                        memcpy(words, &all, sizeof(words));
+                        static_assert(sizeof(message) == sizeof(words), "a message is one st.async");
+                        memcpy(words, &message, sizeof(words));
                         uint64_t *const barrier = cluster.map_shared_rank(agreed, lane);
                         ptx::st_async((int *)cluster.map_shared_rank(others + rank, lane), words, barrier);
                         if (rank == 0) ptx::st_async(cluster.map_shared_rank(their_logit, lane), logit, barrier);
                     }
                     while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, agreed, mail.phase)) {
                     }
-                    all = lane < ranks ? others[lane] : OnlineSoftmax();
-                    all = warp_merge<extras>(all, args.power);
+                    all = OnlineSoftmax();
+                    if (lane < ranks) {
+                        const ClerkMessage &message = others[lane];
+                        all = {message.max, message.sum, message.gaps, message.count};
+                    }
+                    all = warp_merge<extras>(all, args);
                     if (target.index < args.V) set_logit<false, extras>(target, args, *their_logit);
                 }
             }
@@ -1083,8 +1144,10 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
 // or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an earlier call left behind
 // comes out here too); cudaSuccess without a launch when N = 0. dlogits and probs are formed in float and rounded once.
 // The same inputs give the same bits at the same block size, for the same outputs; version 1, at any. A softcap leaves
-// z exact to softcap * 1e-7. Probabilities below 2^-126 are 0; below 2^-63, where |z| is beyond 2^23. Label smoothing
-// adds up a row's logits in float, less the target's.
+// z exact to softcap * 1e-7. Probabilities below 2^-126 are 0; below 2^-63, where |z| is beyond 2^23. The
+// label smoothing term is the mean of max_i z_i - z_j over the vocabulary: a sum in float, scaled so that no partial
+// sum overflows, with compensated additions. It is within 1e-6 of itself for all finite logits, and a loss is infinite
+// only if it is beyond float's range.
 
 template <typename floatX>
 using ClassifierFused = cudaError_t (*)(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
@@ -1111,6 +1174,9 @@ cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX
     args.sign = scale > 0 ? 1.0f : scale < 0 ? -1.0f : 0.0f;
     args.inner = softcap ? 2 * kLog2e * (scale / cap) : 0.0f;
     args.smoothing = options.label_smoothing / V;
+    const double of_gap = V > 0 ? (double)options.label_smoothing / V * args.size : 0;
+    args.gap_scale = (float)exp2(std::clamp(of_gap > 0 ? floor(log2(of_gap)) : 0, -126.0, 0.0));
+    args.loss_of_gaps = of_gap / args.gap_scale;
     auto with = [&](auto softcap) {
         if (all) return launch(args, softcap, std::integral_constant<Extras, kAllExtras>());
         if (options.label_smoothing > 0) return launch(args, softcap, std::integral_constant<Extras, kSum>());
@@ -1119,12 +1185,12 @@ cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX
     return softcap ? with(std::true_type()) : with(std::false_type());
 }
 
-// For a mean over the rows that are not ignored, without the host: adds the number of these rows to *rows, and the sum of
-// all N losses to *total (float, in device memory; either may be null). Set both to 0, call this with the targets of
+// For a mean over the rows that are not ignored, without the host: adds the number of these rows to *rows, and the sum
+// of all N losses to *total (float, in device memory; either may be null). Set both to 0, call this with the targets of
 // each micro-batch and losses = total = null, and *rows is the divisor that ClassifierOptions takes; after the losses
 // have been written, *total / *rows is their mean. Targets outside the vocabulary count, and their losses are NaN. The
-// sums of a call are rounded once, so that *rows is exact up to 2^24. The same inputs give the same bits. Targets may be
-// null without rows, losses without total.
+// sums of a call are rounded once, so that *rows is exact up to 2^24. The same inputs give the same bits. Targets may
+// be null without rows, losses without total.
 inline cudaError_t classifier_totals(float *rows, float *total, const int *targets, const float *losses, int N,
                                      int ignore_index, cudaStream_t stream) {
     if (N < 0 || (N > 0 && ((rows && !targets) || (total && !losses)))) return cudaErrorInvalidValue;
@@ -1380,7 +1446,7 @@ struct ClassifierSlack {
     double of_loss(const ClassifierRow &row, double z_t, const ClassifierOptions &options) const {
         const double to_target = fabs(row.max - z_t), eps = options.label_smoothing;
         const double log_sum = sum + capped + 3 * fabs(row.lse - row.max);
-        const double mean = log_sum + 8 * to_target + (additions + 4) * row.spread;
+        const double mean = log_sum + (additions + 4) * row.gap;
         const double z_loss = fabs((double)options.z_loss) * fabs(row.lse) * (2 * lse + 4 * fabs(row.lse));
         return U * ((1 - eps) * (log_sum + 8 * to_target) + eps * mean + z_loss + 4 * fabs(row.loss));
     }

@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(1024)
     for (unsigned j = threadIdx.x; j < args.V; j += blockDim.x) {
         see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
-    const OnlineSoftmax all = block_merge<extras>(seen, args.power);
+    const OnlineSoftmax all = block_merge<extras>(seen.result(), args);
     const Exponent exponent(all.max, args.power);
     if (threadIdx.x == 0) statistics[row] = all;
     for (unsigned j = threadIdx.x; j < args.V; j += blockDim.x) {
@@ -234,10 +234,14 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-// What has been seen of a row in the tiles, or the run, so far: an OnlineSoftmax, whose excess counts from `origin`,
-// and the target's logit, if its tile has come by.
+// What has been seen of a row in the tiles, or the run, so far: an OnlineSoftmax but `beaten`, and the target's logit,
+// if its tile has come by.
 struct TiledRow {
-    float max, sum, excess, origin, target_logit;
+    float max, sum, gaps;
+    unsigned count;
+    float target_logit;
+
+    __device__ OnlineSoftmax seen() const { return {max, sum, gaps, count}; }
 };
 
 constexpr unsigned kTileVectors = 4;  // of a row, that a thread has on their way at a time
@@ -269,16 +273,8 @@ __global__ void __launch_bounds__(512)
     lm_head_statistics_kernel(TiledRow *rows, ClassifierArguments<floatX> args, unsigned begin, unsigned columns) {
     typedef Packed<floatX, 1> one;
     const long long row = blockIdx.x;
-    ClassifierTarget<floatX> target = describe_target(args, row, args.targets[row]);
+    const ClassifierTarget<floatX> target = describe_target(args, row, args.targets[row]);
     if (!target.read) return;
-    TiledRow before = {-FLT_MAX, 0, 0, 0, 0};
-    if (begin > 0) before = rows[row];
-    if (extras != kNoExtras && begin == 0) {
-        float slope;
-        const float first = value_and_slope<softcap, extras>((float)target.logits[0], args, &slope);
-        before.origin = isfinite(first) ? first : 0.0f;
-    }
-    target.origin = before.origin;
     const unsigned own = target.index - begin;  // the target's column in this tile; if not here, none of the columns
     RunningSoftmax seen(args.power);
     for_each_vector(
@@ -290,15 +286,21 @@ __global__ void __launch_bounds__(512)
         [&](unsigned column) {
             see<softcap, extras>(seen, load_packed<one>(target.logits + column), column, target, args);
         });
-    const OnlineSoftmax tile = block_merge<extras>(seen, args.power);
+    OnlineSoftmax all = block_merge<extras>(seen.result(), args);
     if (threadIdx.x != 0) return;
-    const OnlineSoftmax all = merge({before.max, before.sum, before.excess}, tile, args.power);
-    const bool here = target.index < args.V && own < columns;
-    rows[row] = {all.max, all.sum, all.excess, before.origin, here ? (float)target.logits[own] : before.target_logit};
+    all.count = columns;
+    float target_logit = 0;
+    if (begin > 0) {
+        const TiledRow before = rows[row];
+        all = merge<extras>(before.seen(), all, args);
+        target_logit = before.target_logit;
+    }
+    if (target.index < args.V && own < columns) target_logit = (float)target.logits[own];
+    rows[row] = {all.max, all.sum, all.gaps, all.count, target_logit};
 }
 
 // All tiles have been seen: each row's scalars, and the constants of its gradient (null: not wanted). A thread a row.
-// rows (runs, N): a run is so many columns, whose statistics have an origin of their own.
+// rows (runs, N): a run is so many columns.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void lm_head_finish_kernel(ClassifierGradient *gradients, const TiledRow *rows, unsigned runs,
                                       unsigned run_columns, ClassifierArguments<floatX> args) {
@@ -311,12 +313,8 @@ __global__ void lm_head_finish_kernel(ClassifierGradient *gradients, const Tiled
             const unsigned run = target.index / run_columns;
             set_logit<softcap, extras>(target, args, rows[(size_t)run * args.N + row].target_logit);
         }
-        target.origin = rows[row].origin;
         for (unsigned run = 0; run < runs; run++) {
-            const TiledRow part = rows[(size_t)run * args.N + row];
-            const float columns = min(run_columns, args.V - run * run_columns);
-            const float excess = extras == kNoExtras ? 0 : fmaf(columns, part.origin - target.origin, part.excess);
-            seen = merge(seen, {part.max, part.sum, excess}, args.power);
+            seen = merge<extras>(seen, rows[(size_t)run * args.N + row].seen(), args);
         }
     }
     write_scalars<extras>(args, row, target, seen);
@@ -461,7 +459,7 @@ __device__ inline unsigned column_of(unsigned i) { return i / 2 * 8 + threadIdx.
 
 // see() for the last tile, of which not all columns are there.
 template <bool softcap, Extras extras, typename floatX>
-__device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], unsigned columns, float origin,
+__device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], unsigned columns,
                          const ClassifierArguments<floatX> &args) {
     float largest = -FLT_MAX;
     auto for_each = [&](auto what) {
@@ -477,10 +475,10 @@ __device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], 
         }
     };
     for_each([&](float value) { largest = fmaxf(largest, value); });
-    seen.raise(largest, args.power);
+    seen.raise<extras>(largest, args);
     for_each([&](float value) {
         seen.sum += seen.exponent.exp(value);
-        if (extras != kNoExtras) seen.excess += value - origin;
+        if (extras != kNoExtras) seen.add_gaps(scaled_gap(seen.max, value, args.gap_scale), 1);
     });
 }
 
@@ -673,8 +671,7 @@ __global__ void __launch_bounds__(kHasWgmma ? kProductThreads : kWarpSize, 1)
         } else {
             RunningSoftmax seen[2] = {RunningSoftmax(args.power), RunningSoftmax(args.power)};
             float target_logit[2];
-            ClassifierTarget<floatX> rows[2] = {};  // of which see() wants the origin
-            bool fresh = true;
+            const ClassifierTarget<floatX> unused = {};  // of no extras but the sum
             for_each_tile(
                 [&](unsigned row) {
                     read_targets(row);
@@ -682,7 +679,6 @@ __global__ void __launch_bounds__(kHasWgmma ? kProductThreads : kWarpSize, 1)
                         seen[h] = RunningSoftmax(args.power);
                         target_logit[h] = 0;
                     }
-                    fresh = true;
                 },
                 [&](unsigned, unsigned column) {
                     multiply(column);
@@ -691,13 +687,6 @@ __global__ void __launch_bounds__(kHasWgmma ? kProductThreads : kWarpSize, 1)
                     for (unsigned i = 0; i < 16; i++) x[i / 8][i % 8] = logits(i / 8, i % 8);
 #pragma unroll
                     for (unsigned h = 0; h < 2; h++) {
-                        if (extras != kNoExtras && fresh) {  // the run's first logit
-                            float values[8], slope;
-                            to_floats(values, x[h][0]);
-                            float value = value_and_slope<softcap, extras>(values[0], args, &slope);
-                            value = __shfl_sync(0xffffffffu, value, lane / 4 * 4);
-                            rows[h].origin = isfinite(value) ? value : 0.0f;
-                        }
                         const unsigned at = targets[h] - column;
                         if (at < kProductColumns && at % 8 / 2 == lane % 4) {  // here, and mine
 #pragma unroll
@@ -713,30 +702,31 @@ __global__ void __launch_bounds__(kHasWgmma ? kProductThreads : kWarpSize, 1)
                     if (column + kProductColumns <= product.columns) {
 #pragma unroll
                         for (unsigned h = 0; h < 2; h++) {
-                            see_largest<softcap, extras>(seen[h], x[h], 0, 0, rows[h], args);
+                            see_largest<softcap, extras>(seen[h], x[h], 0, 0, unused, args);
                         }
 #pragma unroll
-                        for (unsigned h = 0; h < 2; h++) see_sums<softcap, extras>(seen[h], x[h], rows[h], args);
+                        for (unsigned h = 0; h < 2; h++) see_sums<softcap, extras>(seen[h], x[h], args);
                     } else {
 #pragma unroll
                         for (unsigned h = 0; h < 2; h++) {
-                            see_some<softcap, extras>(seen[h], x[h], product.columns - column, rows[h].origin, args);
+                            see_some<softcap, extras>(seen[h], x[h], product.columns - column, args);
                         }
                     }
-                    fresh = false;
                 },
                 [&](unsigned row, unsigned run) {
                     for (unsigned h = 0; h < 2; h++) {
-                        OnlineSoftmax all = seen[h];
+                        OnlineSoftmax all = seen[h].result();
                         for (unsigned apart = 1; apart < 4; apart *= 2) {
-                            auto other = [&](float value) { return __shfl_xor_sync(0xffffffffu, value, apart); };
-                            all = merge(all, {other(all.max), other(all.sum), other(all.excess)}, args.power);
+                            auto other = [&](auto value) { return __shfl_xor_sync(0xffffffffu, value, apart); };
+                            const OnlineSoftmax others = {other(all.max), other(all.sum), other(all.gaps),
+                                                          other(all.count)};
+                            all = merge<extras>(all, others, args);
                             target_logit[h] += other(target_logit[h]);
                         }
                         const unsigned r = row + own_row + 8 * h;
                         if (lane % 4 == 0 && r < product.rows) {
-                            product.seen[(size_t)run * product.rows + r] = {all.max, all.sum, all.excess,
-                                                                            rows[h].origin, target_logit[h]};
+                            product.seen[(size_t)run * product.rows + r] = {all.max, all.sum, all.gaps, all.count,
+                                                                            target_logit[h]};
                         }
                     }
                 });
@@ -1513,12 +1503,12 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
 // launchers
 
 // A run:  dX (N, C) floatX, dW (V, C) and dbias (V) gradX, to which is added, losses (N) and lse (N) float, which are
-// written (with add_losses, losses are added to); X (N, C), W (V, C) and bias (V) floatX, targets (N) int32, dlosses (N)
-// float; status one status word; workspace plan.bytes, at a multiple of 256; divisor one float. Row-major, device memory,
-// all others aligned to their element only, none overlapping another. Which of dX, dW, dbias and bias there are, the
-// plan says: those are not null, the others are. losses, lse, dlosses (1), status and divisor (1) may be null. What the
-// workspace holds does not matter, before or after. W may be the embedding's table: then dW is its gradient's first
-// part, to which encoder_backward adds the other.
+// written (with add_losses, losses are added to); X (N, C), W (V, C) and bias (V) floatX, targets (N) int32, dlosses
+// (N) float; status one status word; workspace plan.bytes, at a multiple of 256; divisor one float. Row-major, device
+// memory, all others aligned to their element only, none overlapping another. Which of dX, dW, dbias and bias there
+// are, the plan says: those are not null, the others are. losses, lse, dlosses (1), status and divisor (1) may be null.
+// What the workspace holds does not matter, before or after. W may be the embedding's table: then dW is its gradient's
+// first part, to which encoder_backward adds the other.
 //
 // Targets, options and rows that are not finite are as in classifier_fused.cu. Rows that are ignored have no part in
 // any gradient, if what X holds there is finite. A bad target makes its row of dX and, as it is a term of each of their
@@ -2185,8 +2175,7 @@ struct LmHeadReference {
         row.of_lse = U * (of_log + 4 * fabs(r.max) + fabs(r.lse)) + of_lse;
         const bool ignored = target == options.ignore_index;
         if (!ignored) {
-            const double first = fabs(z[target] - z[0]), to_target = fabs(r.max - z[target]) + first;
-            const double of_mean = of_log + 8 * to_target + (V / 32.0 + 36) * (r.spread + first);
+            const double to_target = fabs(r.max - z[target]), of_mean = of_log + (V / 32.0 + 36) * r.gap;
             const double of_loss = (1 - eps) * (of_log + 6 * cap + 8 * to_target) + eps * of_mean + 4 * fabs(r.loss);
             const double z_loss = fabs((double)options.z_loss * r.lse);
             row.of_loss = U * (of_loss + 4 * z_loss * fabs(r.lse)) + 2 * z_loss * row.of_lse + of_lse;

@@ -131,7 +131,9 @@ typedef struct {
  * -inf, lse, loss, probs and dlogits are NaN; with a softcap infinities are +-softcap instead. Where one is NaN, none is
  * the largest. dlogits and probs are formed in float and rounded once to dtype. The arrays must not overlap, save that
  * dlogits may be logits. The same inputs give the same bits each time, for the same outputs. A softcap leaves z exact to
- * about softcap * 1e-7. N of 0: nothing to do, BK_OK. With V of 0 every target but ignore_index is bad, and lse NaN. */
+ * about softcap * 1e-7. The label smoothing term of a loss, the mean of max_i z_i - z_j over the vocabulary, is within
+ * 1e-6 of itself for all finite logits, masked ones at the type's lowest number included; a loss is infinite only if it
+ * is beyond float's range. N of 0: nothing to do, BK_OK. With V of 0 every target but ignore_index is bad, and lse NaN. */
 int bk_classifier_fused(void *dlogits, float *losses, float *lse, void *probs, int32_t *correct, const void *logits,
                         const int32_t *targets, const float *dlosses, int64_t *status, int N, int V, int P,
                         const bk_classifier_options *options, bk_dtype dtype, int version, bk_stream stream);

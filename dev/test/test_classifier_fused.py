@@ -75,9 +75,9 @@ class Reference:
             of_d = np.abs(factor)[:, None] * of_p + of_factor[:, None] * p + 6 * hot + 6 * eps / max(V, 1)
             of_slope = 20 + 10 * np.abs(scale * x / cap) if cap > 0 else 1
             to_target = np.abs(top - z_t)
-            spread = np.abs(z - z_t[:, None]).mean(1) if V else 0
+            gap = top - mean  # a sum of positive terms
             of_loss = of_sum + 8 * cap + 4 * np.abs(log_sum) + 10 * to_target + \
-                (eps * (additions + 6) * spread if eps else 0) + 6 * np.abs(losses) + \
+                (eps * (additions + 6) * gap if eps else 0) + 6 * np.abs(losses) + \
                 abs(z_loss) * np.abs(lse) * (2 * of_lse + 6 * np.abs(lse))
             # powers of two, and slopes, below the normal numbers are 0; where logits are large, below 2^-63
             lost = np.where(np.abs(top) < 2.0**23, 2.0**-126, 2.0**-63)[:, None]
@@ -396,6 +396,73 @@ def test_large_numbers(version):
     Case(FP16, [[65504, -65504, 0], [-65504, -65504, -65504]], [0, 1]).check(version)
 
 
+LOWEST = {FP32: np.finfo(np.float32).min, FP16: -65504.0, BF16: -(2 - 2.0**-7) * 2.0**127}
+
+
+@every_version
+def test_smoothed_losses_of_masked_targets(version):
+    """The sum of what lies between the logits and the largest may be far beyond float, and the loss isn't."""
+    x = np.random.default_rng(11).standard_normal((4, 100))
+    for dtype, want in ((FP32, 3.066e38), (BF16, 3.054e38)):
+        x[0, 7] = x[1, 7] = x[1, 8] = x[2, 7] = LOWEST[dtype]
+        x[3, 7] = -1e37
+        losses = Case(dtype, x, [7, 7, 8, 7], label_smoothing=0.1).check(version)["losses"]
+        assert losses[0] == pytest.approx(want, rel=1e-3) and np.isfinite(losses).all()
+
+
+@every_version
+@every_dtype
+@pytest.mark.parametrize("V", [3, 100, 1003, 21000])
+def test_smoothed_losses_of_outliers(V, dtype, version):
+    """One logit far from all others, anywhere, as the target and not; and two at the ends of the type's range. The loss
+    is infinite only where the exact one is beyond float."""
+    rng = np.random.default_rng(V)
+    far = sorted({-1e4, -1e9, -1e37, LOWEST[dtype], 1e4, 1e37, -LOWEST[dtype]} if dtype is not FP16 else
+                 {-1e4, LOWEST[dtype], 1e4, -LOWEST[dtype]})
+    places = [0, 1, V // 2, V - 1]
+    x = rng.standard_normal((2 * len(far) * len(places) + 4, V))
+    targets = np.full(len(x), V - 2)
+    for i, (value, place) in enumerate([(value, place) for value in far for place in places]):
+        x[2 * i:2 * i + 2, place] = value
+        targets[2 * i] = place
+    x[-4:, [0, V - 1]] = LOWEST[dtype], -LOWEST[dtype]
+    targets[-4:] = 0, V - 1, 1, 0
+    x[-1, 1:] = -LOWEST[dtype]
+    if V > 10000 and not ON_CUDA:
+        keep = [*range(0, len(x), 7), *range(len(x) - 4, len(x))]
+        x, targets = x[keep], targets[keep]
+    for options in (dict(label_smoothing=0.1), dict(label_smoothing=1.0), dict(label_smoothing=1e-6),
+                    dict(label_smoothing=0.9, logit_scale=0.25), dict(label_smoothing=0.3, logit_scale=1e-30),
+                    dict(label_smoothing=0.3, logit_scale=-1.0), dict(label_smoothing=1e-4, logit_scale=100.0),
+                    dict(label_smoothing=0.2, softcap=30.0)):
+        Case(dtype, x, targets, **options).check(version, ("losses",))
+        if options["label_smoothing"] == 0.1:
+            Case(dtype, x, targets, P=V + 1, **options).check(version)
+
+
+@every_version
+def test_smoothed_losses_keep_their_digits(version):
+    """With a row's logits a common offset apart from 0, with one of them an outlier that is as near as its loss allows,
+    and with numbers so small that a scale makes them count: a few roundings of the loss itself."""
+    V = 1000
+    x = np.round(np.random.default_rng(12).standard_normal(V) * 64) / 64
+    for moved, scale in ((x, 1.0), (x + 4096, 1.0), (x * 2.0**-120, 2.0**120), (x * 2.0**-140, 2.0**126),
+                         (x * 2.0**100, 2.0**-100), (np.where(np.arange(V) == 0, -5000, x), 1.0)):
+        case = Case(FP32, moved[None], [5], label_smoothing=0.5, logit_scale=scale)
+        loss = case.call(version, ("losses",))["losses"][0]
+        assert loss == pytest.approx(case.reference.exact["losses"][0], rel=1e-6), scale
+
+
+@every_version
+def test_logits_that_only_a_scale_makes_small(version):
+    """Differences of logits overflow, and those of z are a few units: probabilities and losses are ordinary."""
+    big = 3e38
+    x = np.array([[-big, big, 0, big / 2, -big / 2] * 9, [big, -big, -big, -big, -big] * 9])
+    for V in (5, 45):
+        for scale in (1e-38, -1e-38, 4e-38):
+            Case(FP32, x[:, :V], [0, 1], logit_scale=scale, label_smoothing=0.1).check(version)
+
+
 @every_version
 @pytest.mark.parametrize("exponent", [10, 23, 26, 29, 30, 31, 40, 90, 126])
 def test_neighbours_at_every_size(exponent, version):
@@ -412,8 +479,7 @@ def test_neighbours_at_every_size(exponent, version):
         x[2, 5:] -= abs(x[2, 5:]) / 8  # few are near the largest
         x[3, ::3] = 0
         Case(FP32, x, [0, 1, 2, 3], logit_scale=scale).check(version)
-        if exponent < 100:  # the sum of all logits is in float
-            Case(FP32, x, [3, 2, 1, 0], logit_scale=scale, label_smoothing=0.1).check(version, in_place=True)
+        Case(FP32, x, [3, 2, 1, 0], logit_scale=scale, label_smoothing=0.1).check(version, in_place=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ The CPU device takes some 100 ns a logit: the matrices are small, and cut into b
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -438,6 +439,31 @@ def test_a_common_offset_costs_no_precision(version):
         if moved == 0:
             plain = losses
     assert np.abs(losses - plain).max() < 1e-3
+
+
+@every_version
+@every_dtype
+def test_smoothed_losses_of_outliers(dtype, version):
+    """One column far from all others, wherever it is: as exact as any smoothed loss, relative to itself. Sums of products
+    are exact here, so the logits are known."""
+    N, C = 2, 8
+    rng = np.random.default_rng(13)
+    far = (-1e4, 1e4) if dtype is FP16 else (-1e4, -1e9, -3.3e38)
+    case = Case(dtype, FP32, 1, 1, 1)
+    for V, columns, smoothing in ((128256, (0,), 0.1), (5001, (0,), 1.0), (5001, (1,), 0.1), (5001, (256,), 0.1),
+                                  (5001, (7,), 1.0), (5001, (0, 5000), 0.1)):
+        case.shape, case.targets = (N, C, V), np.array([V - 9, 7], np.int32)
+        case.options = ClassifierOptions(label_smoothing=smoothing)
+        X, W, bias = (rng.integers(-4, 5, shape) / 4 for shape in ((N, C), (V, C), V))
+        for outlier in far:
+            bias[list(columns)] = outlier
+            case.bits = dict(X=to_bits(X, dtype), W=to_bits(W, dtype), bias=to_bits(bias, dtype))
+            logits = rounded(X @ W.T + from_bits(case.bits["bias"], dtype), dtype)
+            want = Classifier(logits, case.targets, case.options).exact["losses"]
+            assert np.isfinite(want.astype(np.float32)).all()
+            for memory in (0, 1 << 16) if version > 3 and V < 10000 else (0,):
+                got = case.run(version, memory, wanted=("losses",))["losses"]
+                assert got == pytest.approx(want, rel=1e-6), (V, columns, smoothing, outlier, memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
