@@ -4,6 +4,9 @@
 KERNELS := encoder_forward encoder_backward classifier_fused lm_head
 PROGRAMS := $(basename $(notdir $(wildcard dev/test/*.cu)))
 HEADERS := $(wildcard *.h parts/*.h dev/*.h dev/lib/*.h)
+VERSION := $(shell awk '$$2 == "BK_VERSION" { printf "%d.%d.%d", $$3 / 10000, $$3 / 100 % 100, $$3 % 100 }' dev/lib/bookends.h)
+MAJOR := $(firstword $(subst ., ,$(VERSION)))
+PREFIX ?= /usr/local
 
 NVCC := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU')
@@ -28,7 +31,7 @@ ifeq ($(DEVICE),cuda)
   ARCH_FLAGS := $(or $(foreach a,$(FOR),$(call gencode,$(a))),-arch=native)
   COMPILE := $(or $(NVCC),nvcc) -std=c++17 -O3 -lineinfo $(ARCH_FLAGS) -Xcompiler=-fPIC $(addprefix -Xcompiler=,$(WARNINGS))
   LINK := $(or $(NVCC),nvcc) $(ARCH_FLAGS)
-  SHARED := -shared
+  DYNAMIC :=
   SOURCE :=
   RUNTIME :=
 else
@@ -36,12 +39,18 @@ else
   # -Wno-psabi: of a parameter aligned as a tensor map is, g++ notes that before 4.6 it was passed in another way.
   SANITIZERS := $(addprefix -fsanitize=,$(SANITIZE)) $(if $(SANITIZE),-fno-omit-frame-pointer -fno-sanitize-recover=all)
   COMPILE := $(CXX) -std=c++17 -O2 -g1 -pthread -fPIC $(WARNINGS) -Wno-unknown-pragmas -Wno-psabi $(SANITIZERS) -Idev/cpu
-  LINK := $(CXX) -rdynamic -pthread $(SANITIZERS)
-  SHARED := -shared
+  LINK := $(CXX) -pthread $(SANITIZERS)
+  DYNAMIC := -rdynamic
   SOURCE := $(BUILD)/src/
   RUNTIME := $(BUILD)/device.o
 endif
 LIBS := -ldl
+# The library has an object for each kernel family, so that a program links only what it calls. What a program that links
+# the static library needs beside it goes into the pkg-config file.
+LIBRARY := $(patsubst %.cu,$(BUILD)/%.o,$(wildcard dev/lib/*.cu))
+SHARED := -shared -Xlinker -soname=libbookends.so.$(MAJOR) -Xlinker --version-script=dev/lib/exports.map
+CUDA_LIBS = -L$(patsubst %/bin/nvcc,%/lib64,$(realpath $(NVCC))) -lcublasLt -lcudart_static -lrt
+STATIC_LIBS = $(if $(filter cuda,$(DEVICE)),$(CUDA_LIBS)) $(SANITIZERS) -lstdc++ -lm -ldl -lpthread
 
 # What multiplies matrices needs cuBLASLt; the CPU device has its own.
 PRODUCTS := $(BUILD)/lm_head $(BUILD)/libbookends.so
@@ -59,7 +68,7 @@ TEST_PYTHON := $(shell $(PYTHON) -c 'import allpairspy, numpy, pytest, xdist' 2>
 WORKERS := $(if $(filter cuda,$(DEVICE)),4,auto)
 
 .DEFAULT_GOAL := all
-.PHONY: all run test lib binaries results profile sass clean help FORCE $(KERNELS)
+.PHONY: all run test lib install binaries results profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -69,11 +78,27 @@ help: ## this list
 	@sed -n 's/^\([A-Za-z$$()_]*\):[^#]*## /\1 /p' $(firstword $(MAKEFILE_LIST)) | sed 's/^$$(KERNELS)/KERNEL/; s/($$(KERNELS))/($(KERNELS))/' | \
 	    while read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
 
+# Links $(1) at the top level to $(2), and says so if it was a link to another build.
+link = was=$$(readlink $(1)); [ -z "$$was" ] || [ "$$was" = $(2) ] || echo "./$(1) is now $(2) (was $$was)"; ln -sf $(2) $(1)
+
 $(KERNELS): %: $(BUILD)/% ## one kernel's binary ($(KERNELS)); ./KERNEL is a link to the device last made
-	@ln -sf $< $@
+	@$(call link,$@,$<)
 
 lib: $(BUILD)/libbookends.a $(BUILD)/libbookends.so ## libbookends.a and libbookends.so, with dev/lib/bookends.h
-	@ln -sf $^ .
+	@$(call link,libbookends.a,$(BUILD)/libbookends.a)
+	@$(call link,libbookends.so,$(BUILD)/libbookends.so)
+	@$(call link,libbookends.so.$(MAJOR),$(BUILD)/libbookends.so)
+
+# DESTDIR is put in front of every path that is written, for packages.
+install: $(BUILD)/libbookends.a $(BUILD)/libbookends.so ## the library, its header and a pkg-config file, to PREFIX=/usr/local (DESTDIR=)
+	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
+	install -m 644 dev/lib/bookends.h $(DESTDIR)$(PREFIX)/include
+	install -m 644 $(BUILD)/libbookends.a $(DESTDIR)$(PREFIX)/lib
+	install -m 755 $(BUILD)/libbookends.so $(DESTDIR)$(PREFIX)/lib/libbookends.so.$(VERSION)
+	ln -sf libbookends.so.$(VERSION) $(DESTDIR)$(PREFIX)/lib/libbookends.so.$(MAJOR)
+	ln -sf libbookends.so.$(MAJOR) $(DESTDIR)$(PREFIX)/lib/libbookends.so
+	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|; s|@PRIVATE@|$(strip $(STATIC_LIBS))|' dev/lib/bookends.pc.in \
+	    > $(DESTDIR)$(PREFIX)/lib/pkgconfig/bookends.pc
 
 run: all ## the main job: every version of every kernel on real text, checked, timed and tabled
 	@rm -f $(BUILD)/run.jsonl
@@ -102,7 +127,7 @@ sass: $(BUILD)/$(K) ## K=encoder_forward: the machine code of its kernels (needs
 	$(call on_gpu,cuobjdump --dump-sass $<)
 
 clean: ## removes everything that was built
-	rm -rf build .pytest_cache $(KERNELS) libbookends.a libbookends.so
+	rm -rf build .pytest_cache $(KERNELS) libbookends.a libbookends.so libbookends.so.*
 
 # ---- rules ----
 
@@ -129,18 +154,19 @@ $(BUILD)/%.o: $(SOURCE)%.cu $(BUILD)/flags | $(if $(SOURCE),$(HEADERS:%=$(SOURCE
 	$(COMPILE) $(if $(SOURCE),-x c++) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(KERNELS:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/%.o $(BUILD)/commit.o $(RUNTIME)
-	$(LINK) $^ -o $@ $(LIBS)
+	$(LINK) $(DYNAMIC) $^ -o $@ $(LIBS)
 
 $(BUILD)/test/%: $(BUILD)/dev/test/%.o $(BUILD)/commit.o $(RUNTIME)
 	@mkdir -p $(@D)
-	$(LINK) $^ -o $@ $(LIBS)
+	$(LINK) $(DYNAMIC) $^ -o $@ $(LIBS)
 
-$(BUILD)/libbookends.a: $(BUILD)/dev/lib/bookends.o $(RUNTIME)
+$(BUILD)/libbookends.a: $(LIBRARY) $(RUNTIME)
 	rm -f $@
 	$(AR) rcs $@ $^
 
-$(BUILD)/libbookends.so: $(BUILD)/dev/lib/bookends.o $(RUNTIME)
-	$(LINK) $(SHARED) $^ -o $@ $(LIBS)
+$(BUILD)/libbookends.so: $(LIBRARY) $(RUNTIME) dev/lib/exports.map
+	$(LINK) $(SHARED) $(filter %.o,$^) -o $@ $(LIBS)
+	@ln -sf $(@F) $@.$(MAJOR)
 
 build/venv/bin/python: dev/test/requirements.txt
 	$(PYTHON) -m venv build/venv || { echo "make test: needs python3 with venv, or with allpairspy, numpy, pytest and pytest-xdist" >&2; exit 1; }

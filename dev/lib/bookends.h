@@ -1,11 +1,25 @@
-/* Bookends as a C library: one function per operation.
+/* Bookends as a C library: one function per operation of the first and the last layer of a language model.
  *
- * Every function works on device memory (on the CPU device: any memory; aligned as is said), launches on `stream` (a
- * cudaStream_t; null is the default stream) and returns at once: nothing is allocated, printed or synchronised, so that
- * a call may be captured in a CUDA graph (what makes, tunes and destroys the LM head's plans says what it does). It
- * returns BK_OK or an error that bk_error_string() puts into words; a refused call launches nothing. Tensors are
- * row-major and need only the alignment of their elements; offsets are 64-bit throughout.
- * On the CPU device the results are there when the call returns.
+ * Memory. Pointers to tensors are device memory (on the CPU device: any memory). Tensors are row-major and need only the
+ * alignment of their elements; offsets are 64-bit. A workspace is device memory that a function uses while it runs. It
+ * begins at a multiple of 256 bytes, as memory from cudaMalloc does (on the CPU device: aligned_alloc). Its contents do
+ * not matter, before or after.
+ *
+ * Calls. A function launches kernels on `stream` (a cudaStream_t; null: the default stream) and returns. It allocates,
+ * prints and synchronises nothing, so a call can be captured in a CUDA graph. The functions that create, tune and destroy
+ * the LM head's plans differ, as they say. Several host threads may call at once. On the CPU device the results are
+ * complete when the call returns.
+ *
+ * Errors. A function returns BK_OK or an error. A refused call launches nothing. bk_error_string() names the kind of an
+ * error; bk_last_message() names the argument.
+ *
+ * Versions. `version` is the number of a kernel version, as the programs' --list shows them. 0 is the default: the best
+ * over the shapes that were measured.
+ *
+ * The status word is one int64_t in device memory, for token ids and targets out of range. Its owner sets it to -1 once:
+ * cudaMemset(status, 0xff, 8). A function that meets a bad id lowers the word, read as an unsigned number, to the id's
+ * position if that is smaller. So the word holds -1, or the first bad position of all calls so far. A null pointer turns
+ * this off.
  */
 #ifndef BOOKENDS_H
 #define BOOKENDS_H
@@ -17,6 +31,13 @@
 extern "C" {
 #endif
 
+/* The version of this header: 10000 * major + 100 * minor + patch. Before 1.0 a minor version may change functions;
+ * CHANGELOG.md names every change. */
+#define BK_VERSION 200
+
+/* The BK_VERSION that the library was built from. */
+int bk_version(void);
+
 typedef enum { BK_FP32 = 0, BK_FP16 = 1, BK_BF16 = 2 } bk_dtype;
 
 /* The same pointer type as cudaStream_t, without CUDA's headers. */
@@ -24,19 +45,26 @@ typedef struct CUstream_st *bk_stream;
 
 enum {
     BK_OK = 0,
-    BK_ERROR_NULL = 1,    /* a pointer that may not be null is null, and there is work to do; or the other way round */
-    BK_ERROR_SHAPE = 2,   /* a negative size, one beyond what the function allows, or P less than V */
-    BK_ERROR_DTYPE = 3,   /* no such bk_dtype, or two that don't go together */
-    BK_ERROR_VERSION = 4, /* no such version */
-    BK_ERROR_UNSUPPORTED = 5, /* that version cannot do what was asked */
-    BK_ERROR_FLAGS = 6,   /* no such flag */
-    BK_ERROR_OPTIONS = 7, /* an option that is not finite, or outside its range */
-    BK_ERROR_MEMORY = 8,  /* a budget for scratch memory that is too small */
-    BK_ERROR_CUDA = 1000  /* 1000 + the cudaError_t that the launch returned */
+    BK_ERROR_NULL = 1,        /* a pointer is null that may not be, and there is work to do */
+    BK_ERROR_SHAPE = 2,       /* a size is negative or larger than the function allows, or P is less than V */
+    BK_ERROR_DTYPE = 3,       /* there is no such bk_dtype, or two do not go together */
+    BK_ERROR_VERSION = 4,     /* there is no such version */
+    BK_ERROR_UNSUPPORTED = 5, /* the version cannot do what was asked */
+    BK_ERROR_FLAGS = 6,       /* there is no such flag */
+    BK_ERROR_OPTIONS = 7,     /* an option is not finite or outside its range */
+    BK_ERROR_MEMORY = 8,      /* a budget for scratch memory is too small */
+    BK_ERROR_NOT_NULL = 9,    /* a pointer is not null that must be */
+    BK_ERROR_ALIGNMENT = 10,  /* a workspace does not begin at a multiple of 256 bytes */
+    BK_ERROR_CUDA = 1000      /* 1000 + a cudaError_t */
 };
 
-/* What an int returned by these functions means. Never null; not to be freed. */
+/* What an error means. Never null; not to be freed. */
 const char *bk_error_string(int error);
+
+/* The last error of the calling thread in words: the function, the argument, its value, and what cuBLASLt or CUDA said.
+ * Successful calls leave it as it is; "" before the first error. Never null; not to be freed; valid until the thread's
+ * next call. */
+const char *bk_last_message(void);
 
 /* Token + position embedding:  out[b,t,:] = wte[inp[b,t],:] + wpe[t,:]
  *

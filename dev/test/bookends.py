@@ -8,10 +8,12 @@ element types as they lie in memory, so nothing here leans on the code under tes
 import collections
 import contextlib
 import ctypes
+import functools
 import json
 import mmap
 import os
 import pathlib
+import re
 import subprocess
 
 import numpy as np
@@ -26,7 +28,7 @@ ON_CUDA = DEVICE == "cuda"
 needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
 
 OK, ERROR_NULL, ERROR_SHAPE, ERROR_DTYPE, ERROR_VERSION, ERROR_CUDA = 0, 1, 2, 3, 4, 1000
-ERROR_UNSUPPORTED, ERROR_FLAGS, ERROR_OPTIONS, ERROR_MEMORY = 5, 6, 7, 8
+ERROR_UNSUPPORTED, ERROR_FLAGS, ERROR_OPTIONS, ERROR_MEMORY, ERROR_NOT_NULL, ERROR_ALIGNMENT = 5, 6, 7, 8, 9, 10
 OVERWRITE, STOCHASTIC = 1, 2  # flags
 WANT_DX, WANT_DW, WANT_DBIAS, HAS_BIAS, TF32 = 1, 2, 4, 8, 16  # those of bk_lm_head_create
 INT_MIN, INT_MAX = -2**31, 2**31 - 1
@@ -228,7 +230,9 @@ def library():
         _library = ctypes.CDLL(str(BUILD / "libbookends.so"))
         pointer, integer = ctypes.c_void_p, ctypes.c_int
         for name, result, *arguments in (
+                ("bk_version", integer),
                 ("bk_error_string", ctypes.c_char_p, integer),
+                ("bk_last_message", ctypes.c_char_p),
                 ("bk_encoder_forward", integer, *[pointer] * 5, *[integer] * 6, pointer),
                 ("bk_encoder_backward_workspace_bytes", ctypes.c_size_t, *[integer] * 5),
                 ("bk_encoder_backward", integer, *[pointer] * 6, *[integer] * 7, ctypes.c_uint64, integer, pointer),
@@ -243,11 +247,37 @@ def library():
     return _library
 
 
+@functools.lru_cache(maxsize=None)
+def hidden(name):
+    """A function of the shared library that it does not export: the CPU device's are in it."""
+    table = subprocess.run(["nm", str(BUILD / "libbookends.so")], stdout=subprocess.PIPE, universal_newlines=True)
+    offsets = {line.split()[2]: int(line.split()[0], 16) for line in table.stdout.splitlines()
+               if len(line.split()) == 3}
+    exported = ctypes.cast(library().bk_version, ctypes.c_void_p).value
+    return ctypes.CFUNCTYPE(ctypes.c_int)(exported - offsets["bk_version"] + offsets[name])
+
+
 def leave_an_error_behind():
     """As a failed call of the user's does, in the CUDA runtime that the library is linked with: the CPU device's."""
     pointer = ctypes.c_void_p()
-    cudaMalloc = library()._Z10cudaMallocPPvm  # a C++ function there
-    assert cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(1 << 60)) == 2
+    assert hidden("_Z10cudaMallocPPvm")(ctypes.byref(pointer), ctypes.c_size_t(1 << 60)) == 2
+
+
+def last_message():
+    return library().bk_last_message().decode()
+
+
+def check_last_message(function, code, changes):
+    """That the thread's last message is of this function, and names the argument (of those changed) that it refused."""
+    message = last_message()
+    assert message.startswith(function + ": "), message
+    if code == ERROR_NULL:
+        assert message in ["%s: %s is null" % (function, name) for name, value in changes.items() if value is None]
+    elif code != ERROR_OPTIONS:
+        kinds = {ERROR_SHAPE: "BTCVNP", ERROR_DTYPE: ("dtype", "grad_dtype"), ERROR_VERSION: ("version",)}[code]
+        numbers = [str(getattr(value, "code", value)) for name, value in changes.items() if name in kinds]
+        product = [str(changes.get("B", 2) * changes.get("T", 3))]
+        assert set(re.findall(r"-?\d+", message)) & {*numbers, *product}, message
 
 
 def error_string(code):

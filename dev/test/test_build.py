@@ -18,6 +18,9 @@ USES_HOPPER = {"classifier_fused.cu", "lm_head.cu"}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
 CC = shutil.which("gcc") or shutil.which("cc")
+VERSION = int(re.search(r"^#define BK_VERSION (\d+)$", (ROOT / "dev" / "lib" / "bookends.h").read_text(), re.M).group(1))
+VERSION = "%d.%d.%d" % (VERSION // 10000, VERSION // 100 % 100, VERSION % 100)
+SONAME = "libbookends.so." + VERSION.split(".")[0]
 
 needs_build = pytest.mark.skipif(bool(bookends.SANITIZE) or bookends.DEVICE == "cuda",
                                  reason="the same whatever the sanitizer and the device")
@@ -67,7 +70,7 @@ def built(tmp_path_factory):
                 or name.endswith((".a", ".so", ".bin")) or name + ".cu" in KERNELS])
             (folder / "compiler").write_text(COMPILER % " ".join(CXX))
             (folder / "compiler").chmod(0o755)
-            result = make(folder, "all", "lib")
+            result = make(folder, "-j2", "all", "lib")
             (folder / "log").write_text("%d\n%s%s" % (result.returncode, result.stdout, result.stderr))
     log = (folder / "log").read_text()
     assert log.startswith("0\n"), log
@@ -92,6 +95,22 @@ def test_what_make_leaves(tree):
         assert result.returncode == 0 and result.stdout
     for name in ("libbookends.a", "libbookends.so"):
         assert os.readlink(str(tree / name)) == "build/cpu/" + name and (tree / name).exists()
+    assert os.readlink(str(tree / SONAME)) == "build/cpu/libbookends.so"
+    assert os.readlink(str(tree / "build" / "cpu" / SONAME)) == "libbookends.so"
+
+
+@needs_build
+def test_a_link_that_changes_its_build_says_so(tree):
+    for name in ("encoder_forward", "libbookends.a"):
+        (tree / name).unlink()
+        (tree / name).symlink_to("build/cuda/" + name)
+    result = make(tree, "all", "lib")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert [line for line in result.stdout.splitlines() if " is now " in line] == \
+        ["./%s is now build/cpu/%s (was build/cuda/%s)" % (name, name, name)
+         for name in ("encoder_forward", "libbookends.a")]
+    assert os.readlink(str(tree / "encoder_forward")) == "build/cpu/encoder_forward"
+    assert " is now " not in make(tree, "all", "lib").stdout
 
 
 @needs_build
@@ -111,12 +130,17 @@ def test_a_second_make_does_nothing(tree):
     assert {path: path.stat().st_mtime_ns for path in (tree / "build").rglob("*") if path.is_file()} == before
 
 
+def objects(*kernels):
+    """A kernel file's own object, and the library's."""
+    return {path % name for name in kernels for path in ("%s.o", "dev/lib/%s.o")}
+
+
 BINARIES = set(kernel_names())
 OBJECTS = {name + ".o" for name in BINARIES}
-LIBRARY = {"dev/lib/bookends.o", "libbookends.so"}
+LIBRARY = {"libbookends.so", *["dev/lib/%s.o" % name for name in ("bookends", *BINARIES)]}
 DEVICE = {"device.o", "libbookends.so", *BINARIES}
 PRODUCTS = {"cublasLt.o", "lm_head", "libbookends.so"}
-HOPPER = {"classifier_fused", "classifier_fused.o", "lm_head", "lm_head.o"}
+HOPPER = {"libbookends.so", "classifier_fused", "lm_head", *objects("classifier_fused", "lm_head")}
 
 
 MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KERNELS)
@@ -126,19 +150,22 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
 @needs_build
 @pytest.mark.parametrize("touched, files", [
     ("common.h", LIBRARY | OBJECTS | BINARIES),
-    ("parts/hopper.h", LIBRARY | HOPPER),
+    ("parts/hopper.h", HOPPER),
     ("dev/harness.h", OBJECTS | BINARIES),
     ("dev/lib/bookends.h", LIBRARY),
-    ("dev/lib/bookends.cu", LIBRARY),
-    *[(name, LIBRARY | {made for one in kernels for made in (one, one + ".o")}) for name, kernels in MADE_FROM.items()],
+    ("dev/lib/internal.h", LIBRARY),
+    ("dev/lib/bookends.cu", {"dev/lib/bookends.o", "libbookends.so"}),
+    ("dev/lib/lm_head.cu", {"dev/lib/lm_head.o", "libbookends.so"}),
+    ("dev/lib/exports.map", {"libbookends.so"}),
+    *[(name, {"libbookends.so", *kernels, *objects(*kernels)}) for name, kernels in MADE_FROM.items()],
     ("dev/cpu/device.cc", DEVICE),
     ("dev/cpu/cublasLt.cc", PRODUCTS),
-    ("dev/cpu/cublasLt.h", PRODUCTS | LIBRARY | {"lm_head.o"}),
+    ("dev/cpu/cublasLt.h", PRODUCTS | objects("lm_head")),
     ("dev/cpu/cuda_runtime.h", DEVICE | PRODUCTS | LIBRARY | OBJECTS),
-    ("dev/cpu/cuda.h", DEVICE | LIBRARY | {"lm_head.o"}),
-    ("dev/cpu/cudaTypedefs.h", DEVICE | LIBRARY | {"lm_head.o"}),
-    ("dev/cpu/cuda/ptx", DEVICE | LIBRARY | {"classifier_fused.o", "lm_head.o"}),
-    ("dev/cpu/cooperative_groups.h", LIBRARY | HOPPER),
+    ("dev/cpu/cuda.h", DEVICE | objects("lm_head")),
+    ("dev/cpu/cudaTypedefs.h", DEVICE | objects("lm_head")),
+    ("dev/cpu/cuda/ptx", DEVICE | objects("classifier_fused", "lm_head")),
+    ("dev/cpu/cooperative_groups.h", HOPPER),
     ("dev/cpu/rewrite.sed", LIBRARY | OBJECTS | BINARIES),
     ("README.md", set()),
 ], ids=lambda value: value if isinstance(value, str) else "")
@@ -251,31 +278,155 @@ int main(void) {
     error = bk_encoder_forward(0, inp, wte, wpe, &status, 1, 3, 2, 2, dtype, 0, stream);
     if (error != BK_ERROR_NULL) return 3;
     puts(bk_error_string(error));
-    return 0;
+    puts(bk_last_message());
+    return bk_version() == BK_VERSION ? 0 : 4;
 }
 """
+SAYS = "a pointer is null\nbk_encoder_forward: out is null\n"
+
+
+def link_and_run(tmp_path, link, library_path=None):
+    """What user.o prints, linked by these arguments."""
+    subprocess.run([*CXX, "-pthread", "user.o", *link, "-o", "user"], cwd=str(tmp_path), check=True)
+    environment = {**os.environ, **({"LD_LIBRARY_PATH": str(library_path)} if library_path else {})}
+    result = subprocess.run([str(tmp_path / "user")], stdout=subprocess.PIPE, universal_newlines=True, env=environment)
+    return result.returncode, result.stdout
+
+
+def compile_user(tmp_path, text, *flags):
+    (tmp_path / "user.c").write_text(text)
+    strict = ["-Wall", "-Wextra", "-pedantic", "-Werror"]
+    subprocess.run([CC, *strict, *flags, "-c", "user.c"], cwd=str(tmp_path), check=True)
 
 
 @needs_build
 @pytest.mark.skipif(not CC, reason="needs a C compiler")
 @pytest.mark.parametrize("library", ["libbookends.a", "libbookends.so"])
 def test_a_c_program_links(library, built, tmp_path):
-    (tmp_path / "user.c").write_text(USER)
-    flags = ["-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror", "-I", str(built / "dev" / "lib")]
-    subprocess.run([CC, *flags, "-c", "user.c"], cwd=str(tmp_path), check=True)
+    compile_user(tmp_path, USER, "-std=c99", "-I", str(built / "dev" / "lib"))
     folder = built / "build" / "cpu"
-    link = [*CXX, "-pthread", "user.o", str(folder / library), "-ldl", "-o", "user"]
-    subprocess.run(link, cwd=str(tmp_path), check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
-    result = subprocess.run([str(tmp_path / "user")], stdout=subprocess.PIPE, universal_newlines=True, env=environment)
-    assert (result.returncode, result.stdout) == (0, "a pointer is null\n")
+    assert link_and_run(tmp_path, [str(folder / library), "-ldl"], folder) == (0, SAYS)
+
+
+@needs_build
+@pytest.mark.skipif(not CC, reason="needs a C compiler")
+@pytest.mark.parametrize("function, members", [
+    ("bk_version", {"bookends"}),
+    ("bk_encoder_forward", {"bookends", "encoder_forward"}),
+    ("bk_encoder_backward", {"bookends", "encoder_backward"}),
+    ("bk_classifier_fused", {"bookends", "classifier_fused"}),
+    ("bk_lm_head_run", {"bookends", "classifier_fused", "lm_head", "cublasLt"}),
+])
+def test_a_program_links_only_what_it_calls(function, members, built, tmp_path):
+    """On a GPU, where cublasLt.o is cuBLASLt itself, only the LM head's programs need it."""
+    compile_user(tmp_path, """
+#include "bookends.h"
+void (*volatile used)(void);
+int main(void) {
+    used = (void (*)(void))%s;
+    return 0;
+}
+""" % function, "-Wno-cast-function-type", "-I", str(built / "dev" / "lib"))
+    library = str(built / "build" / "cpu" / "libbookends.a")
+    assert link_and_run(tmp_path, [library, "-ldl", "-Wl,-Map=map"]) == (0, "")
+    pulled = set(re.findall(r"libbookends\.a\((\w+)\.o\)", (tmp_path / "map").read_text()))
+    assert pulled - {"device"} == members
+
+
+@needs_build
+@pytest.mark.skipif(not shutil.which("nm"), reason="needs nm")
+def test_each_kernel_is_in_one_object(built):
+    seen = {}
+    for path in sorted((built / "build" / "cpu" / "dev" / "lib").glob("*.o")):
+        names = subprocess.run(["nm", "-C", "--defined-only", str(path)], stdout=subprocess.PIPE, check=True,
+                               universal_newlines=True).stdout
+        for name in {line.split(None, 2)[2] for line in names.splitlines() if "_kernel" in line}:
+            assert name not in seen, (name, path.name, seen[name])
+            seen[name] = path.name
+    assert set(seen.values()) == {name + ".o" for name in kernel_names()}
+
+
+@needs_build
+@pytest.mark.skipif(not shutil.which("nm"), reason="needs nm")
+def test_the_shared_library_exports_the_headers_functions_alone(built):
+    path = built / "build" / "cpu" / "libbookends.so"
+    text = subprocess.run(["nm", "-D", "--defined-only", str(path)], stdout=subprocess.PIPE, universal_newlines=True,
+                          check=True).stdout
+    declared = re.findall(r"^\w[\w ]* \*?(bk_\w+)\(", (ROOT / "dev" / "lib" / "bookends.h").read_text(), re.M)
+    assert len(declared) > 10
+    assert sorted(line.split()[-1] for line in text.splitlines()) == sorted(declared)
+
+
+def pkg_config(folder, *arguments):
+    """What pkg-config would say of the installed library, by its rules: variables, fields, and ${name} in both."""
+    if shutil.which("pkg-config"):
+        environment = {**os.environ, "PKG_CONFIG_PATH": str(folder), "PKG_CONFIG_ALLOW_SYSTEM_CFLAGS": "1"}
+        return subprocess.run(["pkg-config", *arguments, "bookends"], env=environment, stdout=subprocess.PIPE, check=True,
+                              universal_newlines=True).stdout.split()
+    text, known = (folder / "bookends.pc").read_text(), {}
+    for name, sign, value in re.findall(r"^([\w.]+)(=|: )(.*)$", text, re.M):
+        known[name] = re.sub(r"\$\{(\w+)\}", lambda match: known[match.group(1)], value)
+    fields = {"--cflags": ["Cflags"], "--libs": ["Libs"], "--modversion": ["Version"]}
+    wanted = [field for argument in arguments for field in
+              ([argument.split("=")[1]] if "=" in argument else fields.get(argument, []))]
+    if "--static" in arguments:
+        wanted.append("Libs.private")
+    return " ".join(known[name] for name in wanted).split()
+
+
+@needs_build
+@pytest.mark.skipif(not CC, reason="needs a C compiler")
+def test_a_c11_program_uses_the_installed_library(tree, tmp_path):
+    prefix = tmp_path / "installed"
+    result = make(tree, "install", "PREFIX=" + str(prefix))
+    assert result.returncode == 0, result.stderr
+    assert pkg_config(prefix / "lib" / "pkgconfig", "--modversion") == [VERSION]
+    compile_user(tmp_path, USER, "-std=c11", *pkg_config(prefix / "lib" / "pkgconfig", "--cflags"))
+    (tree / "build").rename(tree / "gone")
+    shared = pkg_config(prefix / "lib" / "pkgconfig", "--libs")
+    assert link_and_run(tmp_path, shared, prefix / "lib") == (0, SAYS)
+    static = pkg_config(prefix / "lib" / "pkgconfig", "--variable=static")
+    assert link_and_run(tmp_path, static) == (0, SAYS)
+    for link in (prefix / "lib").glob("*.so*"):
+        link.unlink()
+    assert link_and_run(tmp_path, pkg_config(prefix / "lib" / "pkgconfig", "--static", "--libs")) == (0, SAYS)
+
+
+@needs_build
+def test_a_package_is_installed_below_destdir(tree, tmp_path):
+    result = make(tree, "install", "PREFIX=/opt/bookends", "DESTDIR=" + str(tmp_path / "package"))
+    assert result.returncode == 0, result.stderr
+    root = tmp_path / "package" / "opt" / "bookends"
+    real = "libbookends.so." + VERSION
+    files = {str(path.relative_to(tmp_path / "package")) for path in (tmp_path / "package").rglob("*") if not path.is_dir()}
+    assert files == {"opt/bookends/" + name for name in (
+        "include/bookends.h", "lib/libbookends.a", "lib/libbookends.so", "lib/" + SONAME, "lib/" + real,
+        "lib/pkgconfig/bookends.pc")}
+    assert (root / "lib" / "libbookends.so").resolve() == root / "lib" / real
+    text = (root / "lib" / "pkgconfig" / "bookends.pc").read_text()
+    assert "prefix=/opt/bookends\n" in text and "@" not in text and str(tmp_path) not in text
+    if shutil.which("readelf"):
+        dynamic = subprocess.run(["readelf", "-d", str(root / "lib" / real)], stdout=subprocess.PIPE, check=True,
+                                 universal_newlines=True).stdout
+        assert "soname: [%s]" % SONAME in dynamic
+
+
+def test_the_changelog_begins_with_this_version():
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M).group(1)
+    assert first == VERSION
 
 
 @pytest.mark.skipif(not CC, reason="needs a C compiler")
 @pytest.mark.parametrize("language", ["c -std=c99", "c -std=c11", "c++ -std=c++11", "c++ -std=c++17"])
 def test_the_librarys_header_stands_alone(language, tmp_path):
-    """Twice included, without CUDA and without a warning."""
-    (tmp_path / "user.c").write_text('#include "bookends.h"\n#include "bookends.h"\nint main(void) { return BK_OK; }\n')
+    """Twice included, behind macros that people define, without CUDA and without a warning."""
+    (tmp_path / "user.c").write_text(COMMON_MACROS + """
+#define min(a, b) ((a) < (b) ? (a) : (b))
+#define max(a, b) ((a) > (b) ? (a) : (b))
+#include "bookends.h"
+#include "bookends.h"
+int main(void) { return BK_OK; }
+""")
     compiler = [CC] if language.startswith("c ") else CXX
     flags = ["-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only", "-I", str(ROOT / "dev" / "lib")]
     result = subprocess.run([*compiler, "-x", *language.split(), *flags, "user.c"], cwd=str(tmp_path),
@@ -285,14 +436,80 @@ def test_the_librarys_header_stands_alone(language, tmp_path):
 
 @needs_build
 @pytest.mark.skipif(not shutil.which("nm"), reason="needs nm")
-def test_the_library_never_prints_exits_allocates_or_waits(built):
-    path = built / "build" / "cpu" / "dev" / "lib" / "bookends.o"
+@pytest.mark.parametrize("family", kernel_names())
+def test_the_library_never_prints_exits_allocates_or_waits(family, built):
+    path = built / "build" / "cpu" / "dev" / "lib" / (family + ".o")
     names = subprocess.run(["nm", "-u", "-C", str(path)], stdout=subprocess.PIPE, universal_newlines=True, check=True)
     undefined = {line.split()[-1].split("(")[0].split("@")[0] for line in names.stdout.splitlines() if line.strip()}
     assert "cudaGetLastError" in names.stdout
     for name in ("exit", "abort", "printf", "fprintf", "puts", "fputs", "putchar", "malloc", "cudaMalloc", "cudaFree",
                  "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaMemcpy", "stdout", "stderr"):
         assert name not in undefined
+
+
+# What a trainer's own headers may hold, as llm.c's and others' do.
+COMMON_MACROS = """
+#define WARP_SIZE 32U
+#define CEIL_DIV(M, N) (((M) + (N) - 1) / (N))
+#define MAX_1024_THREADS_BLOCKS 2
+#define cudaCheck(error) ((void)(error))
+#define cublasCheck(status) ((void)(status))
+#define CUDA_CHECK(error) ((void)(error))
+#define CHECK(condition) ((void)(condition))
+#define TILE 32
+#define TILE_SIZE 32
+#define BLOCK_SIZE 256
+#define GROUP 4
+#define VECTORS 8
+#define LANES 32
+#define STAGES 4
+#define SUM 1
+#define MAX 2
+#define MIN 3
+#define ALL 4
+#define NONE 0
+#define EPS 1e-5f
+#define PI 3.14159265f
+#define LOG2E 1.44269504f
+#define KB 1024
+#define MB 1048576
+"""
+
+CLASH = COMMON_MACROS + """
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+typedef __nv_bfloat16 floatX;
+template <typename T>
+struct Packed128 {
+    T only;
+};
+typedef Packed128<floatX> x128;
+__device__ inline float warpReduceSum(float value) { return value; }
+"""
+
+# Every launcher is instantiated, by way of the table that holds it.
+USES_ALL = """
+namespace user {
+size_t tables() {
+    Packed128<float> own = {1};
+    return (size_t)own.only + (size_t)&bookends::%s_versions%s[0];
+}
+}  // namespace user
+"""
+
+
+@needs_build
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_file_behind_a_trainers_header(name, built, tmp_path):
+    """Which has macros and types of names like ours."""
+    types = "<float, float>" if name in ("encoder_backward.cu", "lm_head.cu") else "<float>"
+    (tmp_path / "clash.h").write_text(CLASH)
+    (tmp_path / "user.cc").write_text("#include \"clash.h\"\n#define BOOKENDS_NO_MAIN\n#include \"%s\"\n%s" % (
+        name, USES_ALL % (name[:-3], types)))
+    command = [*CXX, "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi",
+               "-I", str(built / "dev" / "cpu"), "-I", str(built / "build" / "cpu" / "src"), "user.cc"]
+    result = subprocess.run(command, cwd=str(tmp_path), stderr=subprocess.PIPE, universal_newlines=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

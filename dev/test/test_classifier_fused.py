@@ -729,6 +729,7 @@ def call_with(**changes):
 def test_refused_calls_launch_nothing(changes, code):
     assert call_with() == (OK, False)
     assert call_with(**changes) == (code, True)
+    bookends.check_last_message("bk_classifier_fused", code, changes)
 
 
 @pytest.mark.parametrize("changes", [

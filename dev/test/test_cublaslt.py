@@ -18,13 +18,9 @@ MAX_WORKSPACE, ALIGNMENT_A, ALIGNMENT_D = 1, 5, 8
 SUCCESS, INVALID_VALUE, NOT_SUPPORTED = 0, 7, 15
 
 
-def library():
-    return bookends.library()
-
-
 def made(create, *arguments, status=SUCCESS):
     handle = ctypes.c_void_p()
-    assert getattr(library(), create)(ctypes.byref(handle), *arguments) == status
+    assert bookends.hidden(create)(ctypes.byref(handle), *arguments) == status
     return handle
 
 
@@ -48,13 +44,13 @@ class Product:
 
     @staticmethod
     def set(function, handle, attribute, value):
-        assert getattr(library(), function)(handle, attribute, ctypes.byref(value),
+        assert bookends.hidden(function)(handle, attribute, ctypes.byref(value),
                                             ctypes.c_size_t(ctypes.sizeof(value))) == SUCCESS
 
     def algorithms(self):
         a, b, d = self.layouts
         results, found = (ctypes.c_uint64 * 10 * 4)(), ctypes.c_int()
-        status = library().cublasLtMatmulAlgoGetHeuristic(self.handle, self.desc, a, b, d, d, self.preference, 4,
+        status = bookends.hidden("cublasLtMatmulAlgoGetHeuristic")(self.handle, self.desc, a, b, d, d, self.preference, 4,
                                                           results, ctypes.byref(found))
         assert status == SUCCESS and found.value == 2
         return results[:found.value]
@@ -68,7 +64,7 @@ class Product:
             self.set("cublasLtMatmulDescSetAttribute", self.desc, BIAS_POINTER, ctypes.c_void_p(bias.pointer))
         a, b, d = self.layouts
         scratch = Array(workspace, np.uint8)
-        status = library().cublasLtMatmul(
+        status = bookends.hidden("cublasLtMatmul")(
             self.handle, self.desc, ctypes.byref(ctypes.c_float(alpha)), ctypes.c_void_p(A.pointer), a,
             ctypes.c_void_p(B.pointer), b, ctypes.byref(ctypes.c_float(beta)), ctypes.c_void_p(D.pointer), d,
             ctypes.c_void_p(D.pointer), d, algorithm, ctypes.c_void_p(scratch.pointer), ctypes.c_size_t(workspace),
@@ -134,11 +130,11 @@ def test_an_algorithm_for_other_matrices():
         for algorithm in [*proposed, *product.algorithms()]:
             result, of_others = (ctypes.c_uint64 * 10)(), any(algorithm is one for one in proposed)
             a, b, d = product.layouts
-            assert library().cublasLtMatmulAlgoCheck(product.handle, product.desc, a, b, d, d, algorithm,
+            assert bookends.hidden("cublasLtMatmulAlgoCheck")(product.handle, product.desc, a, b, d, d, algorithm,
                                                      result) == (want if of_others else SUCCESS)
             assert result[8] == (algorithm[8] if want == SUCCESS or not of_others else 0)  # bytes of workspace
     wrong = Product(9, 8, 8, FP32, FP32).layouts[2]
-    assert library().cublasLtMatmulAlgoCheck(product.handle, product.desc, a, b, wrong, wrong, algorithm,
+    assert bookends.hidden("cublasLtMatmulAlgoCheck")(product.handle, product.desc, a, b, wrong, wrong, algorithm,
                                              result) == INVALID_VALUE
 
 
@@ -152,7 +148,7 @@ def test_what_does_not_fit_is_refused():
     results, found = (ctypes.c_uint64 * 10 * 4)(), ctypes.c_int()
     a, b, d = product.layouts
     for wrong in ((b, a, d), (a, b, other.layouts[2]), (a, other.layouts[1], d)):
-        assert library().cublasLtMatmulAlgoGetHeuristic(product.handle, product.desc, *wrong, wrong[2],
+        assert bookends.hidden("cublasLtMatmulAlgoGetHeuristic")(product.handle, product.desc, *wrong, wrong[2],
                                                         product.preference, 4, results, ctypes.byref(found)) in \
             (INVALID_VALUE, NOT_SUPPORTED)
 

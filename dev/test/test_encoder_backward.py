@@ -1171,6 +1171,7 @@ def call_with(**changes):
 def test_refused_calls_launch_nothing(changes, code, flags):
     assert call_with(flags=flags) == (OK, False)
     assert call_with(flags=flags, **changes) == (code, True)
+    bookends.check_last_message("bk_encoder_backward", code, changes)
 
 
 @pytest.mark.parametrize("flags", [4, 8, 4 | OVERWRITE, 1 << 30, INT_MIN, -1])

@@ -4,6 +4,8 @@ A sum of two numbers of a type, formed in float and rounded once, is the correct
 types. So results are compared bit for bit.
 """
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -383,6 +385,7 @@ def call_with(**changes):
 def test_refused_calls_launch_nothing(changes, code):
     assert call_with() == (OK, False)
     assert call_with(**changes) == (code, True)
+    bookends.check_last_message("bk_encoder_forward", code, changes)
 
 
 def test_error_strings():
@@ -393,10 +396,34 @@ def test_error_strings():
         assert word in bookends.error_string(code)
     assert len({bookends.error_string(code) for code in (OK, *words)}) == 5
     assert bookends.error_string(bookends.ERROR_CUDA + 9) == "invalid configuration argument"
-    for code in (-1, 9, 999, INT_MIN):
+    assert "must be null" in bookends.error_string(bookends.ERROR_NOT_NULL)
+    assert "256" in bookends.error_string(bookends.ERROR_ALIGNMENT)
+    for code in (-1, 11, 999, INT_MIN):
         assert "no such error" in bookends.error_string(code)
     for code in (1000, 1999, 2000, INT_MAX):
         assert bookends.error_string(code)
+
+
+def test_each_thread_has_its_last_message():
+    assert call_with(out=None)[0] == bookends.ERROR_NULL
+    seen = []
+
+    def other():
+        seen.append(bookends.last_message())
+        assert call_with(inp=None)[0] == bookends.ERROR_NULL
+        seen.append(bookends.last_message())
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == ["", "bk_encoder_forward: inp is null"]
+    assert call_with()[0] == OK
+    assert bookends.last_message() == "bk_encoder_forward: out is null"
+
+
+def test_long_messages_are_cut():
+    assert bookends.classifier_fused(*[None] * 9, 1, 1, 1, bookends.ClassifierOptions(*[-3.4e38] * 5), BF16)[0] == \
+        bookends.ERROR_OPTIONS
+    assert len(bookends.last_message()) < 512
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -589,6 +589,12 @@ def test_impossible_budgets():
             code, plan = bookends.lm_head_create(100, 16, 1000, EVERYTHING, None, 100, dtype, grad, version)
             assert (code, plan) == (bookends.ERROR_MEMORY, None)
             assert "budget" in bookends.error_string(code)
+            least = re.search(r" 100 bytes of scratch are too few: (\d+) are enough$", bookends.last_message())
+            assert least, bookends.last_message()
+            code, plan = bookends.lm_head_create(100, 16, 1000, EVERYTHING, None, int(least.group(1)), dtype, grad,
+                                                 version)
+            assert code == OK
+            bookends.library().bk_lm_head_destroy(plan)
     # A dW of 16 bits is added to once: rows in blocks need all of it in float.
     case = Case(BF16, BF16, 150, 64, 301)
     assert case.budgets(3)[0] > 301 * 64 * 4 > Case(BF16, FP32, 150, 64, 301).budgets(3)[0]
@@ -634,13 +640,17 @@ def test_pointers_that_are_not_as_planned(version):
         for name in ("dX", "dW", "dbias", "X", "W", "bias", "targets", "workspace"):
             given = [None if other == name else array for other, array in arrays.items()]
             assert bookends.lm_head_run(plan, *given)[0] == bookends.ERROR_NULL, name
-        assert bookends.lm_head_run(forward, *arrays.values())[0] == bookends.ERROR_NULL
+            assert bookends.last_message().startswith("bk_lm_head_run: %s is null" % name)
+        assert bookends.lm_head_run(forward, *arrays.values())[0] == bookends.ERROR_NOT_NULL
+        assert bookends.last_message() == "bk_lm_head_run: dX must be null: the plan has none"
         assert bookends.lm_head_run(None, *arrays.values())[0] == bookends.ERROR_NULL
-        for offset in (4, 128):  # cudaErrorMisalignedAddress
+        assert bookends.last_message() == "bk_lm_head_run: plan is null"
+        for offset in (4, 128):
             arrays["workspace"] = Array(bookends.library().bk_lm_head_workspace_bytes(plan), np.uint8, offset=offset)
-            assert bookends.lm_head_run(plan, *arrays.values())[0] == bookends.ERROR_CUDA + 716
+            assert bookends.lm_head_run(plan, *arrays.values())[0] == bookends.ERROR_ALIGNMENT
+            assert bookends.last_message() == "bk_lm_head_run: workspace is not at a multiple of 256 bytes"
             given = [arrays[name] for name in ("dX", "dW", "X", "W", "bias", "workspace")]
-            assert bookends.lm_head_tune(plan, *given) == bookends.ERROR_CUDA + 716
+            assert bookends.lm_head_tune(plan, *given) == bookends.ERROR_ALIGNMENT
         assert all((arrays[name].get() == before[name]).all() for name in names)
 
 

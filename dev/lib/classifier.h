@@ -1,0 +1,28 @@
+// Shared by the objects of the classifier and of the LM head. Include behind classifier_fused.cu.
+#pragma once
+#include "internal.h"
+
+// Declares (linkage: extern template) or defines (template) the launcher that the LM head calls. It is compiled into the
+// classifier's object alone, so that the library has the classifier's kernels once.
+#define BOOKENDS_CLASSIFIER(linkage, floatX)                                                                           \
+    linkage cudaError_t bookends::classifier_fused5<floatX>(floatX *, float *, float *, floatX *, int *,               \
+                                                            const floatX *, const int *, const float *, status_word *, \
+                                                            int, int, int, ClassifierOptions, int, cudaStream_t)
+
+namespace bookends {
+
+inline ClassifierOptions options_of(const bk_classifier_options *options) {
+    if (!options) return {};
+    return {options->dloss,           options->logit_scale, options->softcap,
+            options->label_smoothing, options->z_loss,      options->ignore_index};
+}
+
+inline int check_options(const Call &call, const ClassifierOptions &o) {
+    if (valid_options(o)) return BK_OK;
+    return call.fail(BK_ERROR_OPTIONS,
+                     "one of the options is not finite or outside its range: dloss %g, logit_scale %g, softcap %g, "
+                     "label_smoothing %g, z_loss %g",
+                     o.dloss, o.logit_scale, o.softcap, o.label_smoothing, o.z_loss);
+}
+
+}  // namespace bookends
