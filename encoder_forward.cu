@@ -2,7 +2,8 @@
 Token + position embedding, the first layer of a GPT:   out[b,t,:] = wte[inp[b,t],:] + wpe[t,:]
 
 The arithmetic is one addition an element; the rest is moving rows. The fewest bytes: each distinct row of wte that
-inp asks for once, wpe once, inp once, out once.
+inp asks for once, wpe once, inp once, out once. Models whose positions are rotary (Llama, Gemma, Qwen) have no wpe: it
+is null then, and out holds rows of wte.
 
 version 1  per token: a thread a position, which loops over C
 version 2  parallel: a thread an element, so neighbouring threads touch neighbouring addresses
@@ -14,6 +15,7 @@ Compile:  nvcc -O3 -arch=native encoder_forward.cu -o encoder_forward
 Run:      ./encoder_forward           the fastest version
           ./encoder_forward 3         version 3 at every block size
           ./encoder_forward all -b 64 --tokens zipf
+          ./encoder_forward --no-positions
           ./encoder_forward --help
 */
 #include "common.h"
@@ -24,21 +26,28 @@ namespace bookends {
 // CPU reference
 
 // Rows first..last-1 of out, seen as (B*T, C), in double. wte (V, C) and wpe (T, C) are anything that an offset
-// indexes: a pointer to any float type, or values made on demand. A position whose id is outside 0..V-1 becomes NaN.
+// indexes: a pointer to any float type, or values made on demand; without `positions` wpe is not read. A position whose
+// id is outside 0..V-1 becomes NaN.
 template <typename Table>
-void encoder_forward_cpu(double *out, const int *inp, const Table &wte, const Table &wpe, long long first,
-                         long long last, int T, int C, int V) {
+void encoder_forward_cpu(double *out, const int *inp, const Table &wte, const Table &wpe, bool positions,
+                         long long first, long long last, int T, int C, int V) {
     for (long long bt = first; bt < last; bt++) {
         const long long t = bt % T, id = inp[bt];
         for (long long c = 0; c < C; c++) {
-            out[(bt - first) * C + c] =
-                id_in_range(inp[bt], V) ? (double)wte[id * C + c] + (double)wpe[t * C + c] : (double)NAN;
+            const double position = positions ? (double)wpe[t * C + c] : 0;
+            out[(bt - first) * C + c] = id_in_range(inp[bt], V) ? (double)wte[id * C + c] + position : (double)NAN;
         }
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
+
+// An element of wpe; without a table -0, which added to a number gives that number, 0 and -0 included.
+template <typename floatX>
+__device__ float position_value(const floatX *wpe, long long i) {
+    return wpe ? (float)wpe[i] : -0.0f;
+}
 
 // The textbook loop. A warp's 32 threads stand 32 rows apart: each load instruction touches 32 sectors of memory for
 // 2 bytes out of each.
@@ -51,7 +60,8 @@ __global__ void encoder_forward_kernel1(floatX *out, const int *inp, const float
     const bool good = id_in_range(inp[bt], V);
     if (!good) report_bad_id(status, bt);
     for (int c = 0; c < C; c++) {
-        out[bt * C + c] = good ? (floatX)((float)wte[id * C + c] + (float)wpe[t * C + c]) : quiet_nan<floatX>();
+        out[bt * C + c] =
+            good ? (floatX)((float)wte[id * C + c] + position_value(wpe, t * C + c)) : quiet_nan<floatX>();
     }
 }
 
@@ -65,7 +75,7 @@ __global__ void encoder_forward_kernel2(floatX *out, const int *inp, const float
     const long long bt = i / C, c = i % C, t = bt % T, id = inp[bt];
     const bool good = id_in_range(inp[bt], V);
     if (!good && c == 0) report_bad_id(status, bt);
-    out[i] = good ? (floatX)((float)wte[id * C + c] + (float)wpe[t * C + c]) : quiet_nan<floatX>();
+    out[i] = good ? (floatX)((float)wte[id * C + c] + position_value(wpe, t * C + c)) : quiet_nan<floatX>();
 }
 
 // A thread 16 bytes: an eighth of the threads and of the instructions (in 16-bit types). Each thread still waits for
@@ -81,9 +91,12 @@ __global__ void encoder_forward_kernel3(floatX *out, const int *inp, const float
     if (!good && c == 0) report_bad_id(status, bt);
     x128 packed_out;
     if (good) {
-        const x128 token = load128cs(wte + id * C + c), position = load128cs(wpe + t * C + c);
+        packed_out = load128cs(wte + id * C + c);
+        if (wpe) {
+            const x128 position = load128cs(wpe + t * C + c);
 #pragma unroll
-        for (int k = 0; k < x128::size; k++) packed_out[k] = (floatX)((float)token[k] + (float)position[k]);
+            for (int k = 0; k < x128::size; k++) packed_out[k] = (floatX)((float)packed_out[k] + (float)position[k]);
+        }
     } else {
         for (int k = 0; k < x128::size; k++) packed_out[k] = quiet_nan<floatX>();
     }
@@ -104,8 +117,8 @@ __global__ void encoder_forward_kernel3(floatX *out, const int *inp, const float
 // - The stores are plain. Streaming hints (st.cs) gain nothing, and cost the next layer, which finds out in the L2.
 //
 // blockIdx.z is the slice of the columns. Blocks start in order of x, then y, then z, so all positions are done for one
-// slice before the next begins. Unless along_t, `rows` divides B.
-template <typename floatX, int width, int rows, bool along_t>
+// slice before the next begins. Unless along_t, `rows` divides B. positions: whether there is a wpe.
+template <typename floatX, int width, int rows, bool along_t, bool positions>
 __global__ void __launch_bounds__(1024)
     encoder_forward_kernel4(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                             unsigned B, unsigned T, unsigned C, int V) {
@@ -122,8 +135,10 @@ __global__ void __launch_bounds__(1024)
     for (int k = 0; k < rows; k++) id[k] = inp[bt_of(k)];
     constexpr int distinct_t = along_t ? rows : 1;
     vec position[distinct_t], token[rows];
+    if constexpr (positions) {
 #pragma unroll
-    for (int k = 0; k < distinct_t; k++) position[k] = load_packed<vec>(wpe + ((size_t)t_of(k) * C + c));
+        for (int k = 0; k < distinct_t; k++) position[k] = load_packed<vec>(wpe + ((size_t)t_of(k) * C + c));
+    }
     bool all_good = true;
 #pragma unroll
     for (int k = 0; k < rows; k++) {
@@ -133,7 +148,8 @@ __global__ void __launch_bounds__(1024)
     }
 #pragma unroll
     for (int k = 0; k < rows; k++) {
-        store_packed(out + ((size_t)bt_of(k) * C + c), add_packed(token[k], position[k % distinct_t]));
+        if constexpr (positions) token[k] = add_packed(token[k], position[k % distinct_t]);
+        store_packed(out + ((size_t)bt_of(k) * C + c), token[k]);
     }
     if (all_good) return;
 #pragma unroll 1
@@ -148,13 +164,14 @@ __global__ void __launch_bounds__(1024)
 // ---------------------------------------------------------------------------------------------------------------------
 // launchers
 
-// Every launcher:  out (B, T, C); inp (B, T) int32; wte (V, C); wpe (T, C); row-major, device memory, aligned to their
-// element only. status: one status word that the caller set to kStatusOk, or null. out must not overlap the inputs.
-// A position with an id outside 0..V-1 becomes a row of NaN, and status says which came first; nothing outside the
-// tables is read. block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Returns the launch's
-// error (cudaGetLastError's, so one that an earlier call left behind comes out here too; for an impossible block size
-// cudaErrorInvalidConfiguration, or cudaErrorInvalidValue from CUDA 13 on), and cudaSuccess without a launch when there
-// is no work. Versions 3 to 5 fall back on the one before where a shape is beyond them, so copy those along.
+// Every launcher:  out (B, T, C), which is written; inp (B, T) int32; wte (V, C); wpe (T, C), or null: nothing is added
+// to the rows of wte. Row-major, device memory, aligned to their element only. status: one status word that the caller
+// set to kStatusOk, or null. out must not overlap the inputs. A position with an id outside 0..V-1 becomes a row of
+// NaN, and status says which came first; nothing outside the tables is read. block_size: a multiple of 32 up to 1024.
+// Nothing is allocated or synchronised. Returns the launch's error (cudaGetLastError's, so one that an earlier call
+// left behind comes out here too; for an impossible block size cudaErrorInvalidConfiguration, or cudaErrorInvalidValue
+// from CUDA 13 on), and cudaSuccess without a launch when there is no work. Versions 3 to 5 fall back on the one before
+// where a shape is beyond them, so copy those along.
 
 template <typename floatX>
 using EncoderForward = cudaError_t (*)(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
@@ -220,17 +237,15 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
     const int block_b = std::min(units_b, block_size / lanes), block_t = std::min(64, block_size / lanes / block_b);
     const dim3 block(lanes, block_b, block_t);
     const dim3 grid(ceil_div(units_t, block_t), ceil_div(units_b, block_b), ceil_div(vectors, lanes));
-    if (N > UINT32_MAX || grid.y > 65535 || grid.z > 65535) {
+    const floatX *const rows_of_wte = V > 0 ? wte : wpe;  // row 0 is read for a bad id: it has to exist
+    if (N > UINT32_MAX || grid.y > 65535 || grid.z > 65535 || !rows_of_wte) {
         return encoder_forward3(out, inp, wte, wpe, status, B, T, C, V, block_size, stream);
     }
-    const floatX *rows_of_wte = V > 0 ? wte : wpe;  // row 0 is read for a bad id: it has to exist
-    if (along_t) {
-        encoder_forward_kernel4<floatX, width, rows, true>
-            <<<grid, block, 0, stream>>>(out, inp, rows_of_wte, wpe, status, B, T, C, V);
-    } else {
-        encoder_forward_kernel4<floatX, width, rows, false>
-            <<<grid, block, 0, stream>>>(out, inp, rows_of_wte, wpe, status, B, T, C, V);
-    }
+    const auto kernel = wpe       ? along_t ? encoder_forward_kernel4<floatX, width, rows, true, true>
+                                            : encoder_forward_kernel4<floatX, width, rows, false, true>
+                              : along_t ? encoder_forward_kernel4<floatX, width, rows, true, false>
+                                  : encoder_forward_kernel4<floatX, width, rows, false, false>;
+    kernel<<<grid, block, 0, stream>>>(out, inp, rows_of_wte, wpe, status, B, T, C, V);
     return cudaGetLastError();
 }
 
@@ -280,15 +295,18 @@ void encoder_forward_race(Harness &h) {
     const int B = h.dim('b'), T = h.dim('t'), C = h.dim('c'), V = h.dim('v');
     const long long N = (long long)B * T;
     const int *inp = h.tokens(N, V);
+    const bool positions = !h.flag("--no-positions");
     const Values<floatX> wte_values = {1, h.seed}, wpe_values = {2, h.seed};
-    const floatX *wte = h.input(wte_values, (long long)V * C), *wpe = h.input(wpe_values, (long long)T * C);
+    const floatX *wte = h.input(wte_values, (long long)V * C);
+    const floatX *wpe = positions ? h.input(wpe_values, (long long)T * C) : nullptr;
     status_word *status = h.status();
     const int *ids = h.host_tokens.data();
     floatX *out = h.output<floatX>("out", N, C, 1, [=](Expected &row, long long bt) {
-        encoder_forward_cpu(row.value.data(), ids, wte_values, wpe_values, bt, bt + 1, T, C, V);
+        encoder_forward_cpu(row.value.data(), ids, wte_values, wpe_values, positions, bt, bt + 1, T, C, V);
     });
-    h.bytes = ((double)h.distinct_tokens() + T + N) * C * sizeof(floatX) + (double)N * sizeof(int);
-    h.flops = (double)N * C;
+    const double rows = (double)h.distinct_tokens() + (positions ? T : 0) + N;
+    h.bytes = rows * C * sizeof(floatX) + (double)N * sizeof(int);
+    h.flops = positions ? (double)N * C : 0;
     h.race(encoder_forward_versions<floatX>, [=](EncoderForward<floatX> launch, int block_size, cudaStream_t stream) {
         return launch(out, inp, wte, wpe, status, B, T, C, V, block_size, stream);
     });
@@ -299,7 +317,8 @@ void encoder_forward_race(Harness &h) {
 int main(int argc, char **argv) {
     using namespace bookends;
     Harness h("encoder_forward", "token + position embedding",
-              {{'b', "B", 8, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}});
+              {{'b', "B", 8, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}},
+              {{"--no-positions", {}, "no table of positions: out holds rows of wte"}});
     return h.main(argc, argv, encoder_forward_versions<float>, encoder_forward_race<float>, encoder_forward_race<half>,
                   encoder_forward_race<__nv_bfloat16>);
 }

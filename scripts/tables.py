@@ -18,7 +18,7 @@ RESULTS = os.path.join(ROOT, "dev", "results")
 README = os.path.join(ROOT, "README.md")
 
 # Options that only some kernels have, and the values that go without saying.
-DEFAULTS = {"grad_dtype": "same", "overwrite": False, "rounding": "nearest",
+DEFAULTS = {"no_positions": False, "grad_dtype": "same", "overwrite": False, "rounding": "nearest",
             "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
             "label_smoothing": 0, "z_loss": 0, "softcap": 0, "logit_scale": 1, "ignore_every": 0,
             "gradients": "both", "forward": False, "bias": False, "tf32": False, "memory": "25%", "sweep": "none",

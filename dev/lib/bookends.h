@@ -68,15 +68,12 @@ const char *bk_last_message(void);
 
 /* Token + position embedding:  out[b,t,:] = wte[inp[b,t],:] + wpe[t,:]
  *
- *   out      (B, T, C) of dtype; must not overlap the inputs
+ *   out      (B, T, C) of dtype; written; must not overlap the inputs
  *   inp      (B, T) token ids in 0..V-1
- *   wte      (V, C) of dtype
- *   wpe      (T, C) of dtype
- *   status   may be null; else one word in device memory that the caller has set to -1. An id outside 0..V-1 lowers it to
- *            its position (an index into inp) if that is the smallest so far. Nothing raises it again, so one look after
- *            many calls is enough. That position's row of out becomes NaN; memory outside the tables is not touched.
- *   version  0 is the last, the best known over the shapes that were measured; 1.. are those that
- *            `encoder_forward --list` shows
+ *   wte      (V, C) of dtype; may be null if V is 0
+ *   wpe      (T, C) of dtype; null: out[b,t,:] = wte[inp[b,t],:], for models whose positions are rotary
+ *   status   the status word, or null. The row of an id outside 0..V-1 becomes NaN, and the word is lowered to its
+ *            position, an index into inp. Memory outside the tables is not touched.
  *
  * The sum is formed in float and rounded once to dtype. B, T or C of 0: nothing to do, BK_OK. With V of 0 every id is
  * bad. */

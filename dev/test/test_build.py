@@ -18,8 +18,9 @@ USES_HOPPER = {"classifier_fused.cu", "lm_head.cu"}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
 CC = shutil.which("gcc") or shutil.which("cc")
-VERSION = int(re.search(r"^#define BK_VERSION (\d+)$", (ROOT / "dev" / "lib" / "bookends.h").read_text(), re.M).group(1))
-VERSION = "%d.%d.%d" % (VERSION // 10000, VERSION // 100 % 100, VERSION % 100)
+HEADER = (ROOT / "dev" / "lib" / "bookends.h").read_text()
+NUMBER = int(re.search(r"^#define BK_VERSION (\d+)$", HEADER, re.M).group(1))
+VERSION = "%d.%d.%d" % (NUMBER // 10000, NUMBER // 100 % 100, NUMBER % 100)
 SONAME = "libbookends.so." + VERSION.split(".")[0]
 
 needs_build = pytest.mark.skipif(bool(bookends.SANITIZE) or bookends.DEVICE == "cuda",
@@ -352,7 +353,7 @@ def test_the_shared_library_exports_the_headers_functions_alone(built):
     path = built / "build" / "cpu" / "libbookends.so"
     text = subprocess.run(["nm", "-D", "--defined-only", str(path)], stdout=subprocess.PIPE, universal_newlines=True,
                           check=True).stdout
-    declared = re.findall(r"^\w[\w ]* \*?(bk_\w+)\(", (ROOT / "dev" / "lib" / "bookends.h").read_text(), re.M)
+    declared = re.findall(r"^\w[\w ]* \*?(bk_\w+)\(", HEADER, re.M)
     assert len(declared) > 10
     assert sorted(line.split()[-1] for line in text.splitlines()) == sorted(declared)
 
@@ -361,8 +362,8 @@ def pkg_config(folder, *arguments):
     """What pkg-config would say of the installed library, by its rules: variables, fields, and ${name} in both."""
     if shutil.which("pkg-config"):
         environment = {**os.environ, "PKG_CONFIG_PATH": str(folder), "PKG_CONFIG_ALLOW_SYSTEM_CFLAGS": "1"}
-        return subprocess.run(["pkg-config", *arguments, "bookends"], env=environment, stdout=subprocess.PIPE, check=True,
-                              universal_newlines=True).stdout.split()
+        return subprocess.run(["pkg-config", *arguments, "bookends"], env=environment, stdout=subprocess.PIPE,
+                              check=True, universal_newlines=True).stdout.split()
     text, known = (folder / "bookends.pc").read_text(), {}
     for name, sign, value in re.findall(r"^([\w.]+)(=|: )(.*)$", text, re.M):
         known[name] = re.sub(r"\$\{(\w+)\}", lambda match: known[match.group(1)], value)
@@ -398,7 +399,8 @@ def test_a_package_is_installed_below_destdir(tree, tmp_path):
     assert result.returncode == 0, result.stderr
     root = tmp_path / "package" / "opt" / "bookends"
     real = "libbookends.so." + VERSION
-    files = {str(path.relative_to(tmp_path / "package")) for path in (tmp_path / "package").rglob("*") if not path.is_dir()}
+    package = tmp_path / "package"
+    files = {str(path.relative_to(package)) for path in package.rglob("*") if not path.is_dir()}
     assert files == {"opt/bookends/" + name for name in (
         "include/bookends.h", "lib/libbookends.a", "lib/libbookends.so", "lib/" + SONAME, "lib/" + real,
         "lib/pkgconfig/bookends.pc")}

@@ -50,8 +50,8 @@ class Product:
     def algorithms(self):
         a, b, d = self.layouts
         results, found = (ctypes.c_uint64 * 10 * 4)(), ctypes.c_int()
-        status = bookends.hidden("cublasLtMatmulAlgoGetHeuristic")(self.handle, self.desc, a, b, d, d, self.preference, 4,
-                                                          results, ctypes.byref(found))
+        heuristic = bookends.hidden("cublasLtMatmulAlgoGetHeuristic")
+        status = heuristic(self.handle, self.desc, a, b, d, d, self.preference, 4, results, ctypes.byref(found))
         assert status == SUCCESS and found.value == 2
         return results[:found.value]
 

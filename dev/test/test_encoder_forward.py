@@ -4,6 +4,7 @@ A sum of two numbers of a type, formed in float and rounded once, is the correct
 types. So results are compared bit for bit.
 """
 
+import json
 import threading
 
 import numpy as np
@@ -22,29 +23,31 @@ every_version = pytest.mark.parametrize("version", VERSIONS)
 # ---------------------------------------------------------------------------------------------------------------------
 # the reference, and one call compared with it
 
-def reference(ids, wte, wpe, V, dtype):
-    """The bits that out should hold. ids (B, T); wte: {id: row of bits}; wpe (T, C) bits."""
+def reference(ids, wte, wpe, C, V, dtype):
+    """The bits that out should hold. ids (B, T); wte: {id: row of bits}; wpe (T, C) bits, or None."""
     good = (ids >= 0) & (ids < V)
-    values = np.full((*ids.shape, wpe.shape[1]), np.nan)
+    values = np.full((*ids.shape, C), np.nan)
     if good.any():
         used, index = np.unique(ids[good], return_inverse=True)
         rows = bookends.from_bits(np.stack([wte[row] for row in used.tolist()]), dtype)
         with np.errstate(invalid="ignore"):
-            values[good] = rows[index.reshape(-1)] + bookends.from_bits(wpe, dtype)[np.nonzero(good)[1]]
+            values[good] = rows[index.reshape(-1)]
+            if wpe is not None:
+                values[good] += bookends.from_bits(wpe, dtype)[np.nonzero(good)[1]]
     return to_bits(values, dtype)
 
 
 class Case:
     """Inputs on the device. Rows of wte that ids don't ask for are NaN. offsets: by how many elements out, inp, wte
-    and wpe are off a multiple of 256 bytes."""
+    and wpe are off a multiple of 256 bytes. Without positions wpe is null."""
 
-    def __init__(self, dtype, ids, C, V, seed=0, offsets=(0, 0, 0, 0), wte=None, wpe=None):
+    def __init__(self, dtype, ids, C, V, seed=0, offsets=(0, 0, 0, 0), wte=None, wpe=None, positions=True):
         rng = np.random.default_rng([seed, *ids.shape, C, V, dtype.code])
         self.dtype, self.ids, self.C, self.V, self.offsets = dtype, np.asarray(ids, np.int32), C, V, offsets
         self.B, self.T = ids.shape
         good = np.unique(self.ids[(self.ids >= 0) & (self.ids < V)]).tolist()
         self.wte = wte if wte is not None else dict(zip(good, random_bits(rng, (len(good), C), dtype)))
-        self.wpe = wpe if wpe is not None else random_bits(rng, (self.T, C), dtype)
+        self.wpe = wpe if wpe is not None or not positions else random_bits(rng, (self.T, C), dtype)
         self.inp_array = Array(self.ids.size, np.int32, offset=offsets[1]).put(self.ids)
         self.wte_array = Array(V * C, dtype.bits, offset=offsets[2])
         if V * C <= 1 << 20:
@@ -55,8 +58,8 @@ class Case:
         else:
             for row in good:
                 self.wte_array.put(self.wte[row], row * C)
-        self.wpe_array = Array(self.T * C, dtype.bits, offset=offsets[3]).put(self.wpe)
-        self.want = reference(self.ids, self.wte, self.wpe, V, dtype)
+        self.wpe_array = Array(self.T * C, dtype.bits, offset=offsets[3]).put(self.wpe) if positions else None
+        self.want = reference(self.ids, self.wte, self.wpe, C, V, dtype)
         bad = np.flatnonzero((self.ids < 0) | (self.ids >= V))
         self.first_bad = int(bad[0]) if bad.size else -1
 
@@ -78,6 +81,8 @@ class Case:
         assert status.guards_intact(), name
         arrays = (self.inp_array, self.ids), (self.wpe_array, self.wpe)
         for array, before in arrays:
+            if array is None:
+                continue
             assert (array.get() == before.reshape(-1)).all(), "%s: an input was changed" % name
         for row in self.wte:
             assert (self.wte_array.get(row * self.C, self.C) == self.wte[row]).all(), "%s: wte was changed" % name
@@ -179,6 +184,54 @@ def test_repeated_and_distinct_ids(dtype, version):
             for ids in (np.zeros(count), np.full(count, V - 1), np.arange(count) % V, np.arange(count)[::-1] % V,
                         np.arange(count) * 7 % V):
                 Case(dtype, ids.astype(np.int32).reshape(B, T), C, V).check(version)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# no table of positions
+
+@every_version
+@every_dtype
+@pytest.mark.parametrize("C", [1, 2, 3, 8, 9, 12, 64, 65, 128, 257, 768, 769])
+def test_without_positions(C, dtype, version):
+    """out holds rows of wte, bit for bit: zeros keep their sign."""
+    for B, T, V in ((1, 1, 1), (1, 7, 50), (4, 5, 50), (3, 2, 2), (8, 1, 1000)):
+        rng = np.random.default_rng(C)
+        for offset in (0, 1):
+            Case(dtype, random_ids(rng, B, T, V), C, V, offsets=(offset, 0, offset, 0), positions=False).check(version)
+        ids = random_ids(rng, B, T, V)
+        ids.reshape(-1)[rng.integers(ids.size)] = V
+        Case(dtype, ids, C, V, positions=False).check(version)
+    Case(dtype, np.array([[0, 1, -1], [INT_MAX, 0, 7]]), C, 0, positions=False).check(version)
+    values = bookends.special_values(dtype)
+    rows = np.repeat(values[:, None], C, 1)
+    every = np.arange(len(values))[:, None]
+    case = Case(dtype, every, C, len(values), wte=dict(enumerate(rows)), positions=False)
+    case.check(version)
+    number = ~np.isnan(bookends.from_bits(rows, dtype))
+    assert (case.want[:, 0, :][number] == rows[number]).all() and (case.want == to_bits(-0.0, dtype)).any()
+
+
+@every_dtype
+def test_the_default_version_at_every_alignment(dtype):
+    """It is another version for rows of odd length, with the same bits."""
+    for C in (1, 2, 7, 8, 33, 64, 769, 770):
+        for offset in (0, 1, 2, 4):
+            for positions in (True, False):
+                Case(dtype, random_ids(np.random.default_rng(C), 4, 9, 50), C, 50, offsets=(offset, 0, 0, 0),
+                     positions=positions).check(0)
+
+
+def test_the_program_without_positions():
+    """It counts no bytes of wpe."""
+    arguments = ("4", "-b", 2, "-t", 8, "-c", 64, "-v", 100, "--dtype", "fp32", "--json", "-", "--repeat", 1)
+    with_wpe, without = (json.loads(bookends.run("encoder_forward", *arguments, *more).stdout.splitlines()[0])
+                         for more in ((), ("--no-positions",)))
+    assert without["no_positions"] is True and with_wpe["no_positions"] is False
+    assert with_wpe["bytes"] - without["bytes"] == 8 * 64 * 4
+    assert (with_wpe["flops"], without["flops"]) == (16 * 64, 0)
+    result = bookends.run("encoder_forward", "all", "--no-positions", "-b", 3, "-t", 7, "-c", 65, "-v", 9, "--check")
+    assert result.returncode == 0 and result.stdout.count(": ok") == len(VERSIONS)
+    assert "no_positions" in result.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,7 +389,7 @@ def test_large_tables(dtype, C, version):
     code, word = bookends.encoder_forward(out, inp_array, wte_array, wpe_array, status_array(), 4, 3, C, V, dtype,
                                           version)
     assert (code, word) == (OK, -1)
-    want = reference(ids, rows, wpe, V, dtype).reshape(12, C)
+    want = reference(ids, rows, wpe, C, V, dtype).reshape(12, C)
     for position, row in enumerate(out.get().reshape(12, C)):
         assert bookends.same(row, want[position], dtype).all(), (position, ids.reshape(-1)[position])
     assert out.guards_intact()
@@ -376,7 +429,7 @@ def call_with(**changes):
 
 @pytest.mark.parametrize("changes, code", [
     (dict(out=None), bookends.ERROR_NULL), (dict(inp=None), bookends.ERROR_NULL),
-    (dict(wte=None), bookends.ERROR_NULL), (dict(wpe=None), bookends.ERROR_NULL),
+    (dict(wte=None), bookends.ERROR_NULL), (dict(wte=None, wpe=None), bookends.ERROR_NULL),
     *[({size: value}, bookends.ERROR_SHAPE) for size in "BTCV" for value in (-1, INT_MIN)],
     (dict(B=-1, out=None), bookends.ERROR_SHAPE), (dict(B=0, T=-1), bookends.ERROR_SHAPE),
     *[(dict(dtype=value), bookends.ERROR_DTYPE) for value in (3, -1, 1000)],
@@ -474,6 +527,6 @@ def test_graph_replay_with_other_ids(dtype, version):
         case.inp_array.put(ids)
         torch.cuda.synchronize()
         graph.replay()
-        case.want = reference(ids, case.wte, case.wpe, 64, dtype)
+        case.want = reference(ids, case.wte, case.wpe, case.C, 64, dtype)
         case.compare(out, "replay %d" % replay)
         assert int(status.get()[0]) == (21 if replay >= 2 else -1)
