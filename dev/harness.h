@@ -37,6 +37,24 @@ constexpr bool ON_CPU = true;
 constexpr bool ON_CPU = false;
 #endif
 
+// An amount of memory in the largest unit that leaves a number of at least 1, with three digits.
+inline std::string memory_text(double bytes) {
+    const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+    size_t unit = 0;
+    for (; bytes >= 1024 && unit + 1 < sizeof(units) / sizeof(units[0]); unit++) bytes /= 1024;
+    char text[40];
+    if (bytes >= 1024) {  // no memory is as large: the digits would say nothing
+        snprintf(text, sizeof(text), "more than 1024 EiB");
+    } else {
+        snprintf(text, sizeof(text), "%.*f %s",
+                 unit == 0 || bytes >= 100 ? 0
+                 : bytes >= 10             ? 1
+                                           : 2,
+                 bytes, units[unit]);
+    }
+    return text;
+}
+
 enum ExitStatus { EXIT_OK = 0, EXIT_WRONG = 1, EXIT_BAD_INPUT = 2, EXIT_NO_DEVICE = 3 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -425,8 +443,8 @@ struct Harness {
             size_t free_bytes = 0, total_bytes = 0;
             release();
             cudaMemGetInfo(&free_bytes, &total_bytes);
-            refuse(EXIT_NO_DEVICE, "out of memory: needs %.4g GiB on the device, %.4g GiB are free",
-                   needed_bytes / 0x1p30, (double)free_bytes / 0x1p30);
+            refuse(EXIT_NO_DEVICE, "out of memory: needs %s on the device, %s are free",
+                   memory_text(needed_bytes).c_str(), memory_text((double)free_bytes).c_str());
         }
         if (prepare_references && (do_check || version == 0)) prepare_references();
         if (version == 0) return race_reference();
@@ -554,13 +572,37 @@ struct Harness {
         return value;
     }
 
+    // An argument of the command line, taken apart: --dtype=fp32 is --dtype and fp32, -c64 or -c=64 is -c and 64.
+    struct Argument {
+        std::string option;
+        const char *value;  // null where there is none, or where it is the next argument
+    };
+    Argument take_apart(const char *text) const {
+        const char *const equals = strchr(text, '=');
+        if (strncmp(text, "--", 2) == 0) {
+            return equals ? Argument{std::string(text, equals), equals + 1} : Argument{text, nullptr};
+        }
+        const bool has_dim =
+            text[0] == '-' && std::any_of(dims.begin(), dims.end(), [&](const Dim &d) { return d.flag == text[1]; });
+        if (has_dim && (equals == text + 2 || (text[2] != '\0' && strchr("+-0123456789", text[2])))) {
+            return {std::string(text, 2), equals == text + 2 ? equals + 1 : text + 2};
+        }
+        return {text, nullptr};
+    }
+
     void parse(int argc, char **argv) {
         bool version_given = false;
         for (int i = 1; i < argc; i++) {
-            const std::string option = argv[i];
+            const Argument given = take_apart(argv[i]);
+            const std::string &option = given.option;
             auto argument = [&]() -> const char * {
+                if (given.value) return given.value;
                 if (i + 1 >= argc) refuse(EXIT_BAD_INPUT, "%s needs a value (see --help)", option.c_str());
                 return argv[++i];
+            };
+            auto takes_none = [&] {
+                if (given.value) refuse(EXIT_BAD_INPUT, "'%s': %s takes no value", argv[i], option.c_str());
+                return true;
             };
             auto dim = std::find_if(dims.begin(), dims.end(),
                                     [&](const Dim &d) { return option == std::string("-") + d.flag; });
@@ -572,7 +614,7 @@ struct Harness {
                 dim->value = (int)parse_integer(option.c_str(), argument(), 1, INT32_MAX);
             } else if (own != choices.end()) {
                 if (own->values.empty()) {
-                    own->chosen = 1;
+                    own->chosen = takes_none();
                 } else {
                     choose(*own, argument());
                 }
@@ -599,13 +641,17 @@ struct Harness {
             } else if (option == "--json") {
                 json_path = argument();
                 if (json_path.empty()) refuse(EXIT_BAD_INPUT, "--json: '' is not the name of a file");
-            } else if (option == "--check") {
+                if (json_path.compare(0, 2, "--") == 0) {
+                    refuse(EXIT_BAD_INPUT, "--json: '%s' is an option, not the name of a file (./%s would be)",
+                           json_path.c_str(), json_path.c_str());
+                }
+            } else if (option == "--check" && takes_none()) {
                 do_bench = false;
-            } else if (option == "--bench") {
+            } else if (option == "--bench" && takes_none()) {
                 do_check = false;
-            } else if (option == "--list") {
+            } else if (option == "--list" && takes_none()) {
                 list = true;
-            } else if (option == "--help" || option == "-h") {
+            } else if ((option == "--help" || option == "-h") && takes_none()) {
                 print_help();
                 exit(finish(EXIT_OK));
             } else if (option[0] == '-') {
@@ -655,8 +701,10 @@ struct Harness {
 
     void print_help() {
         printf("%s: %s\n\nusage: ./%s [VERSION|all] [options]\n", name, title, name);
-        printf("  VERSION 0 is the CPU reference alone; none given: %d, the best known; --list shows them\n\n",
-               catalogue.back().number);
+        printf(
+            "  VERSION 0 is the CPU reference alone; none given: %d, the default: deterministic, best over the\n"
+            "  measured shapes; --list shows them\n\n",
+            catalogue.back().number);
         for (const Dim &d : dims) {
             printf("  -%c INT                    %s, default %s\n", d.flag, d.name,
                    d.otherwise ? d.otherwise : std::to_string(default_of(d)).c_str());
@@ -844,57 +892,62 @@ struct Harness {
     }
 
     // llm.c's token files: 256 int32 of header (magic, version, count), then the ids: uint16 after magic 20240520
-    // version 1 (GPT-2), uint32 after magic 20240801 version 7 (Llama 3). Read in full and checked in full.
+    // version 1 (GPT-2), uint32 after magic 20240801 version 7 (Llama 3). Reads the header and ids skip..skip+N-1 only;
+    // the count in the header must agree with the file's size.
     std::vector<int> read_token_file(const char *path, long long N, int V, int skip) {
-        FILE *file = fopen(path, "rb");
+        struct stat about = {};
+        FILE *const file = stat(path, &about) == 0 && S_ISREG(about.st_mode) ? fopen(path, "rb") : nullptr;
+        if (!file && about.st_mode != 0 && !S_ISREG(about.st_mode)) {
+            refuse(EXIT_BAD_INPUT, "--tokens: '%s' is a %s, not a token file", path,
+                   S_ISDIR(about.st_mode)    ? "directory"
+                   : S_ISFIFO(about.st_mode) ? "pipe"
+                   : S_ISSOCK(about.st_mode) ? "socket"
+                                             : "device");
+        }
         if (!file) {
             refuse(EXIT_BAD_INPUT,
                    "--tokens: '%s' is not uniform, zipf, one, sorted or padded, nor a file that opens: %s", path,
                    strerror(errno));
         }
         int32_t header[256] = {};
-        const bool whole_header = fread(header, sizeof(int32_t), 256, file) == 256;
-        const int width = header[0] == 20240520 && header[1] == 1 ? 2 : header[0] == 20240801 && header[1] == 7 ? 4 : 0;
-        std::vector<unsigned char> data;
-        if (whole_header && width > 0) {
-            unsigned char buffer[1 << 16];
-            size_t got;
-            while ((long long)data.size() <= (long long)header[2] * width &&
-                   (got = fread(buffer, 1, sizeof(buffer), file)) > 0) {
-                data.insert(data.end(), buffer, buffer + got);
-            }
-        }
-        const bool failed = ferror(file) != 0;
-        fclose(file);
-        if (failed) refuse(EXIT_BAD_INPUT, "--tokens: cannot read '%s'", path);
-        if (!whole_header)
+        if (fread(header, sizeof(int32_t), 256, file) != 256) {
+            if (ferror(file)) refuse(EXIT_BAD_INPUT, "--tokens: cannot read '%s': %s", path, strerror(errno));
             refuse(EXIT_BAD_INPUT, "--tokens: '%s' is shorter than a token file's header of 1024 bytes", path);
+        }
+        const int width = header[0] == 20240520 && header[1] == 1 ? 2 : header[0] == 20240801 && header[1] == 7 ? 4 : 0;
         if (width == 0) {
             refuse(EXIT_BAD_INPUT,
                    "--tokens: '%s' has magic %d version %d; a token file has 20240520 version 1 or 20240801 version 7",
                    path, header[0], header[1]);
         }
-        const long long count = header[2];
-        if (count < 0 || (long long)data.size() != count * width) {
-            refuse(EXIT_BAD_INPUT,
-                   "--tokens: '%s' says %lld tokens of %d bytes, and %zu bytes or more follow its header", path, count,
-                   width, data.size());
-        }
-        std::vector<int> ids(count);
-        for (long long i = 0; i < count; i++) {
-            uint32_t id = 0;
-            memcpy(&id, &data[i * width], width);  // both little-endian, like every machine with CUDA
-            if (id >= (uint32_t)V) {
-                refuse(EXIT_BAD_INPUT, "--tokens: '%s' has id %u at position %lld; -v %d allows 0 to %d", path, id, i,
-                       V, V - 1);
-            }
-            ids[i] = (int)id;
+        const long long count = header[2], behind = (long long)about.st_size - (long long)sizeof(header);
+        if (count < 0 || behind != count * width) {
+            refuse(EXIT_BAD_INPUT, "--tokens: '%s' says %lld tokens of %d bytes, but %lld bytes follow its header",
+                   path, count, width, behind);
         }
         if (count - skip < N) {
             refuse(EXIT_BAD_INPUT, "--tokens: '%s' has %lld tokens; %s = %lld are needed (-b, -t)", path, count,
                    skip > 0 ? "B*T + 1" : "B*T", N + skip);
         }
-        return {ids.begin() + skip, ids.begin() + skip + N};
+        std::vector<int> ids(N);
+        std::vector<unsigned char> data((size_t)std::min(N, 1LL << 20) * width);
+        bool whole = fseeko(file, (off_t)sizeof(header) + (off_t)skip * width, SEEK_SET) == 0;
+        for (long long first = 0; first < N && whole; first += 1 << 20) {
+            const size_t some = (size_t)std::min(N - first, 1LL << 20);
+            whole = fread(data.data(), width, some, file) == some;
+            for (size_t i = 0; i < some && whole; i++) {
+                uint32_t id = 0;
+                memcpy(&id, &data[i * width], width);  // both little-endian, like every machine with CUDA
+                if (id >= (uint32_t)V) {
+                    refuse(EXIT_BAD_INPUT, "--tokens: '%s' has id %u at position %lld; -v %d allows 0 to %d", path, id,
+                           skip + first + (long long)i, V, V - 1);
+                }
+                ids[first + i] = (int)id;
+            }
+        }
+        if (!whole) refuse(EXIT_BAD_INPUT, "--tokens: cannot read '%s' to its end", path);
+        fclose(file);
+        return ids;
     }
 
     // ---- checking ----

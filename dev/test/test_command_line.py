@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
 
@@ -95,7 +96,7 @@ def test_report(version, dtype):
     assert lines == []
 
 
-def test_none_given_is_the_fastest_known():
+def test_none_given_is_the_default():
     lines = forward(*SMALL).stdout.splitlines()[1:]
     read_report(lines, VERSIONS[-1])
     assert lines == []
@@ -340,6 +341,17 @@ def test_the_last_of_an_option_counts():
     read_report(lines, 1, bench=False, dtype="fp32", shape="B=5 T=8 C=16 V=100", elements=640)
 
 
+@pytest.mark.parametrize("arguments, B, dtype", [
+    (["-b3", "--dtype=fp32"], 3, "fp32"), (["-b=3", "--dtype", "fp16"], 3, "fp16"), (["-b+3"], 3, "bf16"),
+    (["-b=5", "-b3", "--dtype=fp16", "--dtype=bf16", "--seed=42"], 3, "bf16"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+def test_values_joined_to_their_options(arguments, B, dtype, tmp_path):
+    path = token_file(tmp_path / "a=b.bin", np.arange(24))
+    lines = forward(1, *SMALL, *arguments, "--tokens=%s" % path, "--block-size=64", "--check").stdout.splitlines()[1:]
+    read_report(lines, 1, bench=False, dtype=dtype, shape="B=%d T=8 C=16 V=100" % B, elements=128 * B, tokens=str(path))
+    assert lines == []
+
+
 @pytest.mark.parametrize("flag", ["-b", "-t", "-c", "-v"])
 @pytest.mark.parametrize("value", ["0", "-1", "x", "", "3x", "1.5", "1e3", "0x10", " 3", "3 ", "2147483648",
                                    "99999999999999999999", "-99999999999999999999", "nan"])
@@ -360,11 +372,26 @@ def test_bad_shapes(flag, value):
     (["--check", "--bench"], ["--check", "--bench"]),
     (["--bench", "--check"], ["--check", "--bench"]),
     (["--frobnicate"], ["'--frobnicate'", "--help"]),
-    (["--dtype=bf16"], ["'--dtype=bf16'"]),
+    (["--dtype=fp64"], ["--dtype", "'fp64'", "bf16"]),
+    (["--dtype="], ["--dtype", "''"]),
+    (["--check=1"], ["'--check=1'", "--check takes no value"]),
+    (["--list="], ["'--list='", "--list takes no value"]),
+    (["--help=x"], ["'--help=x'", "--help takes no value"]),
+    (["--frobnicate=1"], ["'--frobnicate'"]),
+    (["--json", "--check"], ["--json", "'--check'"]),
+    (["--json="], ["--json", "''"]),
+    (["--block-size=-32"], ["--block-size", "'-32'"]),
+    (["--seed=-1"], ["--seed", "'-1'"]),
+    (["-b-3"], ["-b", "'-3'", "1 to"]),
+    (["-b3x"], ["-b", "'3x'"]),
+    (["-b="], ["-b", "''"]),
+    (["-b=x"], ["-b", "'x'"]),
+    (["-tokens"], ["'-tokens'"]),
+    (["-p50304"], ["'-p50304'"]),
+    (["="], ["'='"]),
     (["-p", "50304"], ["'-p'"]),
     (["-x"], ["'-x'"]),
     (["-"], ["'-'"]),
-    (["-b3"], ["'-b3'"]),
     (["99"], ["'99'", "0", *map(str, VERSIONS), "all", "--list"]),
     (["fast"], ["'fast'"]),
     ([""], ["''"]),
@@ -437,14 +464,44 @@ def test_the_sample_file():
 @pytest.mark.parametrize("form", [GPT2, LLAMA3], ids=["gpt2", "llama3"])
 def test_ids_outside_the_vocabulary(form, tmp_path):
     path = tmp_path / "ids.bin"
-    for position in (0, 5, 15, 16, 39):  # also beyond the ones that are used
+    for position in (0, 5, 15):
         ids = np.arange(40)
         ids[position:] = 100
         refused_file(token_file(path, ids, form), "id 100", "position %d;" % position, "99")
+    ids = np.arange(40)
+    ids[16:] = 100  # only the ids that are used are read
+    assert forward(1, *SMALL, "--check", "--tokens", token_file(path, ids, form)).returncode == 0
     top = 2 ** (8 * np.dtype(form[2]).itemsize) - 1
     ids[:] = 0
     ids[3] = top
     refused_file(token_file(path, ids, form), "id %d" % top, "position 3;")
+
+
+@pytest.mark.parametrize("form", [GPT2, LLAMA3], ids=["gpt2", "llama3"])
+def test_large_token_files(form, tmp_path):
+    """What is read follows from what is asked for: 16 ids of a sparse file of 2^31-1, in little memory and time; more
+    ids than are read at once."""
+    path, width = token_file(tmp_path / "ids.bin", np.arange(16), form, count=2**31 - 1), np.dtype(form[2]).itemsize
+    os.truncate(str(path), 1024 + width * (2**31 - 1))
+
+    def limited():
+        resource = pytest.importorskip("resource")
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+        if not ON_CUDA and not bookends.SANITIZE:
+            resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+
+    result = forward(1, *SMALL, "--check", "--tokens", path, preexec_fn=limited)
+    assert result.returncode == 0, result
+    os.truncate(str(path), 1024 + width * (2**31 - 2))
+    refused_file(path, "2147483647", str(width * (2**31 - 2)))
+    B, T = 3, 2**20 // 3 + 5
+    ids = np.random.default_rng(1).integers(0, 1000, B * T + 7)
+    token_file(path, ids, form)
+    assert bytes_of("-b", B, "-t", T, "-c", 2, "-v", 1000, "--tokens", path) == \
+        fewest_bytes(ids[:B * T], B, T, 2, "bf16")
+    ids[2**20 + 3] = 1000
+    refused_file(token_file(path, ids, form), "id 1000", "position %d;" % (2**20 + 3),
+                 shape=["-b", B, "-t", T, "-v", 1000])
 
 
 @pytest.mark.parametrize("form", [GPT2, LLAMA3], ids=["gpt2", "llama3"])
@@ -472,8 +529,13 @@ def test_files_that_are_no_files(tmp_path):
     refused_file(empty, "1024")
     refused_file(tmp_path / "nowhere", "No such file")
     refused_file(empty / "below", "Not a directory")
-    refused_file(tmp_path)
-    refused_file(os.devnull, "1024")
+    refused_file(tmp_path, "is a directory")
+    refused_file(os.devnull, "is a device")
+    os.mkfifo(str(tmp_path / "pipe"))  # opening one would wait for a writer
+    refused_file(tmp_path / "pipe", "is a pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        refused_file(tmp_path / "socket", "is a socket")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -508,7 +570,11 @@ def test_out_of_memory(dtype, shape, needed):
     """Exit status 3, saying how much was needed."""
     arguments = [str(part) for flag, value in shape.items() for part in ("-" + flag, value)]
     line = refused("all", *SMALL, *arguments, "--dtype", dtype, status=3, words=["memory"], preexec_fn=limit_memory)
-    amount, unit = re.search(r"needs? (?:about )?([\d.e+]+) ([KMGTPE])iB", line).groups()
+    if needed > 2.0 ** 70:
+        assert "needs more than 1024 EiB on the device" in line
+        return
+    amount, unit = re.search(r"needs (\d{1,4}|\d\d\.\d|\d\.\d\d) ([KMGTPE])iB on the device", line).groups()
+    assert float(amount) >= 1 and re.search(r", \d[\d.]* [MGT]iB are free$", line)
     amount = float(amount) * 2.0 ** (10 * (1 + "KMGTPE".index(unit)))
     assert 0.9 * needed < amount < 1.3 * needed, line
 

@@ -291,7 +291,8 @@ def test_bad_choices():
     for value in ("fp64", "", "FP32", "--overwrite"):
         refused(planted(1, "--grad-dtype", value), "--grad-dtype", "'%s'" % value, "same, fp32")
     refused(planted(1, "--grad-dtype"), "--grad-dtype", "value")
-    refused(planted(1, "--overwrite=1"), "'--overwrite=1'")
+    refused(planted(1, "--overwrite=1"), "'--overwrite=1'", "takes no value")
+    refused(planted(1, "--grad-dtype=fp64"), "--grad-dtype", "'fp64'", "same, fp32")
     refused(planted(1, "--overwrite", "fp32"), "'fp32'")
     refused(planted(1, "--overwrite", "--grad-dtype", "fp32"), "--overwrite", "--grad-dtype fp32")
 
@@ -311,6 +312,7 @@ def test_choices_in_help():
     (["--more-bytes", "-1.05e1", "--more-flops", "0"], -10.5, 0, " more_bytes=-10.5 more_flops=0"),
     (["--more-bytes", "+1e6", "--more-flops", "100"], 1e6, 100, " more_bytes=1000000 more_flops=100"),
     (["--more-bytes", ".5", "--more-bytes", "3."], 3, 2, " more_bytes=3"),
+    (["--more-bytes=-3.5", "--more-flops=7"], -3.5, 7, " more_bytes=-3.5 more_flops=7"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)
 def test_numbers(arguments, more_bytes, more_flops, heading):
     result = planted(1, "--block-size", 256, "--repeat", 1, "--json", "-", *arguments)
@@ -333,6 +335,7 @@ def test_bad_numbers():
 @pytest.mark.parametrize("arguments, note, heading", [
     ([], "none", ""), (["--note", "none"], "none", ""), (["--note", "a \"b\" 10%"], 'a "b" 10%', ' note=a "b" 10%'),
     (["--note", "x", "--note", "--overwrite"], "--overwrite", " note=--overwrite"), (["--note", ""], "", " note="),
+    (["--note=a=b"], "a=b", " note=a=b"), (["--note="], "", " note="),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)
 def test_texts(arguments, note, heading):
     result = planted(1, "--block-size", 256, "--repeat", 1, "--json", "-", *arguments)
