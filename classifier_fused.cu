@@ -19,7 +19,7 @@ version 5  staged: a row is read once: it waits in shared memory (of a cluster, 
            the next row arrives
 
 Compile:  nvcc -O3 -arch=native classifier_fused.cu -o classifier_fused
-Run:      ./classifier_fused           the fastest version
+Run:      ./classifier_fused           the default: deterministic, best over the measured shapes
           ./classifier_fused 3         version 3 at every block size
           ./classifier_fused all -b 4 -v 128256 --label-smoothing 0.1
           ./classifier_fused --help

@@ -403,7 +403,8 @@ struct Version {
     Reproducible reproducible = kSameBits;
 };
 
-// The row with that number; 0 asks for the last, the best known. Null if there is none.
+// The row with that number; 0 asks for the last, which is the default: deterministic, best over the measured shapes.
+// Null if there is none.
 template <typename Launcher, size_t count>
 const Version<Launcher> *find_version(const Version<Launcher> (&table)[count], int number) {
     for (const Version<Launcher> &row : table) {

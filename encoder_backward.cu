@@ -15,7 +15,7 @@ version 5  slices: a slice of the columns at a time: the L2 still holds what dwp
 version 6  overlap: dwpe begins while the positions are being grouped
 
 Compile:  nvcc -O3 -arch=native encoder_backward.cu -o encoder_backward
-Run:      ./encoder_backward           the fastest version
+Run:      ./encoder_backward           the default: deterministic, best over the measured shapes
           ./encoder_backward 3         version 3 at every block size
           ./encoder_backward all -b 64 --tokens zipf
           ./encoder_backward --help

@@ -12,7 +12,7 @@ version 4  rows in flight: a thread keeps its 16 bytes of wpe[t] and reads four 
 version 5  slices: kernel 4, all positions for one slice of the columns, then the next: a repeated id meets the L2
 
 Compile:  nvcc -O3 -arch=native encoder_forward.cu -o encoder_forward
-Run:      ./encoder_forward           the fastest version
+Run:      ./encoder_forward           the default: deterministic, best over the measured shapes
           ./encoder_forward 3         version 3 at every block size
           ./encoder_forward all -b 64 --tokens zipf
           ./encoder_forward --no-positions

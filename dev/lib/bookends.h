@@ -13,8 +13,8 @@
  * Errors. A function returns BK_OK or an error. A refused call launches nothing. bk_error_string() names the kind of an
  * error; bk_last_message() names the argument.
  *
- * Versions. `version` is the number of a kernel version, as the programs' --list shows them. 0 is the default: the best
- * over the shapes that were measured.
+ * Versions. `version` is the number of a kernel version, as the programs' --list shows them. 0 is the default:
+ * deterministic, best over the measured shapes.
  *
  * The status word is one int64_t in device memory, for token ids and targets out of range. Its owner sets it to -1 once:
  * cudaMemset(status, 0xff, 8). A function that meets a bad id lowers the word, read as an unsigned number, to the id's
