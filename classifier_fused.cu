@@ -1140,9 +1140,10 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
 // holds (an ignored row adds 0); all other outputs are written. For the gradient of the losses' mean, options.dloss is
 // 1 over the number of targets that count, or options.divisor is that number. block_size: a multiple of 32 up to 1024;
 // the table of versions has those that were fastest. Version 5 takes 128 to 832 of it, at most 768 where nothing is
-// written but scalars. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for P < V, a negative size
-// or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an earlier call left behind
-// comes out here too); cudaSuccess without a launch when N = 0. dlogits and probs are formed in float and rounded once.
+// written but scalars. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for P < V, a negative size,
+// another block size or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an
+// earlier call left behind comes out here too); cudaSuccess without a launch when N = 0. dlogits and probs are formed in
+// float and rounded once.
 // The same inputs give the same bits at the same block size, for the same outputs; version 1, at any. A softcap leaves
 // z exact to softcap * 1e-7. Probabilities below 2^-126 are 0; below 2^-63, where |z| is beyond 2^23. The
 // label smoothing term is the mean of max_i z_i - z_j over the vocabulary: a sum in float, scaled so that no partial
@@ -1212,6 +1213,7 @@ cudaError_t classifier_fused1(floatX *dlogits, float *losses, float *lse, floatX
                               int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
     return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+                                 if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
                                  int block = block_size;
                                  const unsigned grid_size = grid_blocks((long long)N * kWarpSize, &block);
                                  classifier_fused_kernel1<floatX, softcap.value, extras.value>
@@ -1226,6 +1228,7 @@ cudaError_t classifier_fused2(floatX *dlogits, float *losses, float *lse, floatX
                               int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
     return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+                                 if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
                                  classifier_fused_kernel2<floatX, softcap.value, extras.value>
                                      <<<N, block_size, 0, stream>>>(args);
                                  return cudaGetLastError();
@@ -1238,6 +1241,7 @@ cudaError_t classifier_fused3(floatX *dlogits, float *losses, float *lse, floatX
                               int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
     return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+                                 if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
                                  classifier_fused_kernel3<floatX, softcap.value, extras.value, false>
                                      <<<N, block_size, 0, stream>>>(args);
                                  return cudaGetLastError();
@@ -1250,6 +1254,7 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
                               int N, int V, int P, ClassifierOptions options, int block_size, cudaStream_t stream) {
     return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+                                 if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
                                  return launch_reverse<softcap.value, extras.value>(args, block_size, stream);
                              });
 }
@@ -1332,6 +1337,7 @@ cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX
     return classifier_launch(
         dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
         [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
+            if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
             if constexpr (!softcap.value && extras.value != kAllExtras) {
                 const cudaError_t error = launch_staged<extras.value>(args, block_size, stream);
                 if (error != cudaErrorNotSupported) return error;

@@ -38,10 +38,14 @@ __host__ __device__ constexpr T ceil_div(T dividend, T divisor) {
     return dividend / divisor + (dividend % divisor != 0);
 }
 
-// The blocks that give each of so many threads one of its own. A grid holds 2^31-1 of them: jobs beyond that get larger
-// blocks, and what 1024 threads a block can't hold either, or a block size below 1, is left for the launch to refuse.
+// The block sizes that launchers take: whole warps, at most 1024 threads.
+inline bool valid_block_size(int block_size) {
+    return block_size > 0 && block_size <= 1024 && block_size % kWarpSize == 0;
+}
+
+// The number of blocks for `threads` threads, of a valid block size. A grid holds 2^31-1 blocks: jobs beyond that get
+// larger blocks, and the launch refuses what blocks of 1024 threads cannot hold either.
 inline unsigned grid_blocks(long long threads, int *block_size) {
-    if (*block_size < 1) return 1;
     if (ceil_div(threads, (long long)*block_size) > INT32_MAX) *block_size = 1024;
     const long long blocks = ceil_div(threads, (long long)*block_size);
     return blocks > UINT32_MAX ? UINT32_MAX : (unsigned)blocks;

@@ -728,7 +728,8 @@ __global__ void __launch_bounds__(1024)
 // caller set to kStatusOk, or null. A position with an id outside 0..V-1 adds nothing, and status says which came
 // first. workspace: encoder_backward_workspace_bytes() of device memory, whatever it holds and at any alignment;
 // versions 1 to 3 need none. B*T is at most 2^31-1. block_size: a multiple of 32 up to 1024. Nothing is allocated or
-// synchronised. Without positions there is no work; overwriting then zeroes. Version 3 falls back on version 1.
+// synchronised. Without positions there is no work; overwriting then zeroes. Where neither gradient is
+// wanted, nothing is done and no id is looked at. Version 3 falls back on version 1.
 //
 // Returns, before anything is launched, cudaErrorInvalidValue for too many positions or another block size, and, of
 // versions 1 to 3, cudaErrorNotSupported for stochastic rounding to 16 bits. Else the first error of a launch or a
@@ -744,8 +745,7 @@ using EncoderBackward = cudaError_t (*)(gradX *dwte, gradX *dwpe, const floatX *
 
 // The calls that no version can serve.
 inline cudaError_t encoder_backward_refusal(int B, int T, int block_size) {
-    const bool good_size = block_size > 0 && block_size <= 1024 && block_size % kWarpSize == 0;
-    return good_size && (long long)B * T <= INT32_MAX ? cudaSuccess : cudaErrorInvalidValue;
+    return valid_block_size(block_size) && (long long)B * T <= INT32_MAX ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 // What the gradients are before anything is added: zeros where they are overwritten.
@@ -776,7 +776,7 @@ cudaError_t encoder_backward1(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                               cudaStream_t stream) {
     const cudaError_t error = encoder_backward_begin(dwte, dwpe, B, T, C, V, store, block_size, stream);
     const long long N = (long long)B * T;
-    if (error != cudaSuccess || N * C == 0) return error;
+    if (error != cudaSuccess || N * C == 0 || (!dwte && !dwpe)) return error;
     const unsigned grid_size = grid_blocks(N * C, &block_size);
     encoder_backward_kernel1<floatX, gradX>
         <<<grid_size, block_size, 0, stream>>>(dwte, dwpe, dout, inp, status, N, T, C, V);
@@ -789,7 +789,7 @@ cudaError_t encoder_backward2(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                               cudaStream_t stream) {
     const cudaError_t error = encoder_backward_begin(dwte, dwpe, B, T, C, V, store, block_size, stream);
     const long long N = (long long)B * T;
-    if (error != cudaSuccess || N * C == 0) return error;
+    if (error != cudaSuccess || N * C == 0 || (!dwte && !dwpe)) return error;
     const unsigned grid_size = grid_blocks(C, &block_size);
     encoder_backward_kernel2<floatX, gradX>
         <<<grid_size, block_size, 0, stream>>>(dwte, dwpe, dout, inp, status, N, T, C, V);
@@ -808,7 +808,7 @@ cudaError_t encoder_backward3(gradX *dwte, gradX *dwpe, const floatX *dout, cons
     }
     const cudaError_t error = encoder_backward_begin(dwte, dwpe, B, T, C, V, store, block_size, stream);
     const long long N = (long long)B * T;
-    if (error != cudaSuccess || N * C == 0) return error;
+    if (error != cudaSuccess || N * C == 0 || (!dwte && !dwpe)) return error;
     const unsigned grid_size = grid_blocks(N * C / x128_size, &block_size);
     encoder_backward_kernel3<floatX, gradX>
         <<<grid_size, block_size, 0, stream>>>(dwte, dwpe, dout, inp, status, N, T, C, V);

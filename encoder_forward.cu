@@ -167,11 +167,10 @@ __global__ void __launch_bounds__(1024)
 // Every launcher:  out (B, T, C), which is written; inp (B, T) int32; wte (V, C); wpe (T, C), or null: nothing is added
 // to the rows of wte. Row-major, device memory, aligned to their element only. status: one status word that the caller
 // set to kStatusOk, or null. out must not overlap the inputs. A position with an id outside 0..V-1 becomes a row of
-// NaN, and status says which came first; nothing outside the tables is read. block_size: a multiple of 32 up to 1024.
-// Nothing is allocated or synchronised. Returns the launch's error (cudaGetLastError's, so one that an earlier call
-// left behind comes out here too; for an impossible block size cudaErrorInvalidConfiguration, or cudaErrorInvalidValue
-// from CUDA 13 on), and cudaSuccess without a launch when there is no work. Versions 3 to 5 fall back on the one before
-// where a shape is beyond them, so copy those along.
+// NaN, and status says which came first; nothing outside the tables is read. block_size: a multiple of 32 up to 1024,
+// else cudaErrorInvalidValue. Nothing is allocated or synchronised. Returns the launch's error (cudaGetLastError's, so
+// one that an earlier call left behind comes out here too), and cudaSuccess without a launch when there is no work.
+// Versions 3 to 5 fall back on the one before where a shape is beyond them, so copy those along.
 
 template <typename floatX>
 using EncoderForward = cudaError_t (*)(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
@@ -183,6 +182,7 @@ cudaError_t encoder_forward1(floatX *out, const int *inp, const floatX *wte, con
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
+    if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
     const unsigned grid_size = grid_blocks(N, &block_size);
     encoder_forward_kernel1<floatX><<<grid_size, block_size, 0, stream>>>(out, inp, wte, wpe, status, N, T, C, V);
     return cudaGetLastError();
@@ -193,6 +193,7 @@ cudaError_t encoder_forward2(floatX *out, const int *inp, const floatX *wte, con
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
+    if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
     const unsigned grid_size = grid_blocks(N * C, &block_size);
     encoder_forward_kernel2<floatX><<<grid_size, block_size, 0, stream>>>(out, inp, wte, wpe, status, N, T, C, V);
     return cudaGetLastError();
@@ -208,6 +209,7 @@ cudaError_t encoder_forward3(floatX *out, const int *inp, const floatX *wte, con
     }
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
+    if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
     const unsigned grid_size = grid_blocks(N * C / x128_size, &block_size);
     encoder_forward_kernel3<floatX><<<grid_size, block_size, 0, stream>>>(out, inp, wte, wpe, status, N, T, C, V);
     return cudaGetLastError();
@@ -227,7 +229,7 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
     }
     const long long N = (long long)B * T;
     if (N * C == 0) return cudaSuccess;
-    if (block_size < 1) return cudaErrorInvalidConfiguration;
+    if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
     const int rows = 4;
     const bool along_t = B % rows != 0;
     const int vectors = C / width, units_b = along_t ? B : B / rows, units_t = along_t ? ceil_div(T, rows) : T;
@@ -253,7 +255,7 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
 template <typename floatX>
 cudaError_t encoder_forward4(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
-    return encoder_forward_slices(out, inp, wte, wpe, status, B, T, C, V, block_size * 16, block_size, stream);
+    return encoder_forward_slices(out, inp, wte, wpe, status, B, T, C, V, INT32_MAX, block_size, stream);
 }
 
 // Slices of 256 bytes. Of B*T = 65536 uniform ids, 37 to 51 thousand are distinct: one such slice of their rows is 9 to

@@ -1,42 +1,7 @@
 // Tests common.h on either device: exit status 0 if all is as it should be, else 1 and a line for each thing amiss.
-#include "../../common.h"
-
-#include <cmath>
-#include <cstdarg>
-#include <vector>
+#include "check.h"
 
 using namespace bookends;
-
-static int failures = 0;
-
-__attribute__((format(printf, 2, 3))) static void expect(bool ok, const char *pattern, ...) {
-    if (ok) return;
-    failures++;
-    va_list arguments;
-    va_start(arguments, pattern);
-    vprintf(pattern, arguments);
-    va_end(arguments);
-    printf("\n");
-}
-
-// An array on the device that the host fills and reads.
-template <typename T>
-struct Device {
-    T *pointer;
-    size_t count;
-    explicit Device(const std::vector<T> &values) : count(values.size()) {
-        cuda_check(cudaMalloc((void **)&pointer, count * sizeof(T)));
-        cuda_check(cudaMemcpy(pointer, values.data(), count * sizeof(T), cudaMemcpyHostToDevice));
-    }
-    Device(const Device &) = delete;
-    ~Device() { cudaFree(pointer); }
-    std::vector<T> get() const {
-        std::vector<T> values(count);
-        cuda_check(cudaGetLastError());
-        cuda_check(cudaMemcpy(values.data(), pointer, count * sizeof(T), cudaMemcpyDeviceToHost));
-        return values;
-    }
-};
 
 // Each thread's sum and maximum over the block, twice in a row: the second must not meet the first one's leftovers.
 __global__ void reduce_kernel(const float *in, float *sums, float *maxima) {
@@ -146,6 +111,5 @@ int main() {
     test_packed<__nv_bfloat16, 1>();
     test_status();
     test_host();
-    if (failures == 0) printf("ok\n");
-    return failures > 0;
+    return report_failures();
 }

@@ -48,9 +48,9 @@ EQUIVALENT = pathlib.Path(__file__).with_name("mutants.txt")
 # What is built and which tests run: programs, and pytest's -k expression.
 Family = collections.namedtuple("Family", "programs tests")
 FAMILIES = {
-    "encoder_forward": Family(["encoder_forward"], "encoder_forward"),
-    "encoder_backward": Family(["encoder_backward"], "encoder_backward"),
-    "classifier_fused": Family(["classifier_fused"], "classifier_fused"),
+    "encoder_forward": Family(["encoder_forward", "test/launchers_encoder_forward"], "encoder_forward"),
+    "encoder_backward": Family(["encoder_backward", "test/launchers_encoder_backward"], "encoder_backward"),
+    "classifier_fused": Family(["classifier_fused", "test/launchers_classifier_fused"], "classifier_fused"),
     "lm_head": Family(["lm_head", "classifier_fused"], "lm_head"),
 }
 EVERYTHING = Family(sorted({program for family in FAMILIES.values() for program in family.programs} | {"test/common"}),
