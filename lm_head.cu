@@ -100,6 +100,22 @@ __global__ void lm_head_no_channels_kernel(floatX *logits, const floatX *bias, u
     for (unsigned j = threadIdx.x; j < V; j += blockDim.x) row[j] = bias ? bias[j] : (floatX)0.0f;
 }
 
+// The rows of X that dW's product reads: a copy in which rows that are ignored are 0, since 0 * NaN is NaN. A block a
+// row.
+template <typename floatX, int width>
+__global__ void lm_head_counted_rows_kernel(floatX *out, const floatX *X, const int *targets, unsigned C,
+                                            int ignore_index) {
+    typedef Packed<floatX, width> some;
+    const size_t row = blockIdx.x;
+    const bool ignored = targets[row] == ignore_index;
+    for (unsigned c = threadIdx.x * width; c < C; c += blockDim.x * width) {
+        some values;
+        for (int k = 0; k < width; k++) values[k] = (floatX)0.0f;
+        if (!ignored) values = load_packed<some>(X + row * C + c);
+        store_packed(out + row * C + c, values);
+    }
+}
+
 // Where 8 doesn't divide the columns, what cuBLASLt's heuristic proposes takes matrices by single elements, and 6 times
 // as long (V = 50257, H200). For dX and dW there may be better (see gemm_create()). For the logits, and else for these
 // too, cuBLASLt's product has a multiple of 8 of a tile's columns, and a kernel here the rest, the tail: the kernels'
@@ -788,6 +804,8 @@ struct LmHeadProblem {
     bool dX = true, dW = true, bias = false, dbias = false;  // what there is, and which gradients are wanted
     bool tf32 = false;                                       // fp32 products with inputs rounded to TF32
     bool bare = false;  // the products alone, for their time: dW is written, not added to
+    // Rows of X that are ignored hold finite numbers, as the caller promises: dW's product reads X itself, and no copy.
+    bool finite = false;
     ClassifierOptions options = {};
     size_t memory = 0;    // bytes of scratch at most: to be set for versions 3 on; 1 and 2 take what they need
     bool enough = false;  // or more, where that is too little for the version to make sense
@@ -832,7 +850,7 @@ struct LmHead {
     LmHeadDevice device;
 
     // The workspace: where each part begins, and all of them together.
-    size_t logits = 0, probs = 0, seen = 0, gradients = 0, dX = 0, dW = 0, dbias = 0, slices = 0, gemm = 0;
+    size_t logits = 0, probs = 0, seen = 0, gradients = 0, X = 0, dX = 0, dW = 0, dbias = 0, slices = 0, gemm = 0;
     size_t gemm_bytes = 0, bytes = 0;
 
     cublasLtHandle_t handle = nullptr;
@@ -857,6 +875,12 @@ struct LmHead {
         const bool parts = by_tiles() || columns_of(kGemmDX, columns) < columns;
         return problem.dX && problem.type != CUDA_R_32F && parts;
     }
+    // dW's product reads a copy of a block of X, in which ignored rows are 0, whatever X holds there. The copy has the
+    // size of the block's dX and takes its place until dX is written, which is behind the last product that reads the
+    // copy; but where tile after tile is added to dX itself, or none is wanted, it is a part of the workspace. By the
+    // bytes that it moves, the copy takes 111/V of the time of the three products: 0.2% at V = 50304.
+    bool copies_X() const { return problem.dW && problem.C > 0 && problem.V > 0 && !problem.bare && !problem.finite; }
+    bool copy_in_dX() const { return problem.dX && (float_dX() || !by_tiles() || tiles() == 1); }
     // A dW of 16 bits too, since cuBLASLt's own addition to it may round twice: first the product, then the sum with
     // what was there (CUDA 13.0, H200). There is room for all of it, or for a tile's.
     bool float_dW() const { return problem.dW && problem.gradient_type != CUDA_R_32F && !problem.bare; }
@@ -910,6 +934,7 @@ inline bool lm_head_layout(LmHead &plan) {
     if (plan.way == kLmHeadEpilogue) next = plan.seen;
     plan.logits = part(true, plan.buffers * rows * plan.P * lm_head_size(p.type));
     plan.probs = part(plan.way == kLmHeadTextbook, rows * V * sizeof(float));
+    plan.X = part(plan.copies_X() && !plan.copy_in_dX(), rows * C * lm_head_size(p.type));
     plan.dX = part(plan.float_dX(), rows * C * sizeof(float));
     plan.dW = part(plan.float_dW(), plan.columns * C * sizeof(float));
     plan.dbias = part(plan.float_dbias(), V * sizeof(float));
@@ -1511,8 +1536,9 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
 // first part, to which encoder_backward adds the other.
 //
 // Targets, options and rows that are not finite are as in classifier_fused.cu. Rows that are ignored have no part in
-// any gradient, if what X holds there is finite. A bad target makes its row of dX and, as it is a term of each of their
-// sums, all of dW and dbias NaN. V = 0: dX is 0. N = 0: nothing is done. C = 0: the logits are the bias, or 0.
+// any gradient, whatever X holds there (unless the problem says that it is finite: then it has to be). A bad target
+// makes its row of dX and, as it is a term of each of their sums, all of dW and dbias NaN. V = 0: dX is 0. N = 0:
+// nothing is done. C = 0: the logits are the bias, or 0.
 //
 // Sums over the vocabulary or the rows are made in float, in any order that cuBLASLt's algorithm has, and rounded once:
 // in a dW or dbias of 16 bits, what was there plus the sum over all rows. The same plan gives the same bits each time:
@@ -1610,6 +1636,26 @@ struct LmHeadRun {
                                         : make_tail(lm_head_tail_logits_kernel<floatX, 1>);
     }
 
+    // The rows of X that dW's product reads, from `row` on; and their copy, if that is one.
+    const floatX *counted_X(size_t row) const {
+        if (!plan.copies_X()) return args.X + row * plan.problem.C;
+        return plan.copy_in_dX() ? args.dX + row * plan.problem.C : part<floatX>(plan.X);
+    }
+    cudaError_t copy_X(size_t row, int count, cudaStream_t stream) const {
+        if (!plan.copies_X()) return cudaSuccess;
+        constexpr int most = Packed128<floatX>::size;
+        const unsigned C = plan.problem.C;
+        const floatX *const X = args.X + row * C;
+        floatX *const out = const_cast<floatX *>(counted_X(row));
+        auto copy = [&](auto kernel, unsigned vectors) {
+            const unsigned block_size = std::min(ceil_div(vectors, (unsigned)kWarpSize) * kWarpSize, 256u);
+            kernel<<<count, block_size, 0, stream>>>(out, X, args.targets + row, C, options.ignore_index);
+            return cudaGetLastError();
+        };
+        return vector_width(most, C, X, out) == most ? copy(lm_head_counted_rows_kernel<floatX, most>, C / most)
+                                                     : copy(lm_head_counted_rows_kernel<floatX, 1>, C);
+    }
+
     // first: nothing of these rows' dX is there yet.
     cudaError_t make_dX(const floatX *dlogits, size_t row, int count, int tile, bool first, cudaStream_t stream) const {
         const size_t C = plan.problem.C;
@@ -1648,7 +1694,7 @@ struct LmHeadRun {
         const bool add = !(plan.problem.bare || (plan.float_dW() && row == 0));
         auto make = [&](auto *dW) {
             const int whole = whole_of(kGemmDW, tile), tail = columns_of(tile) - whole;
-            const floatX *const X = args.X + row * C;
+            const floatX *const X = counted_X(row);
             const cudaError_t error = gemm_run(plan, *find_gemm(plan, kGemmDW, count, whole, aligned), dW, X, dlogits,
                                                nullptr, add ? 1 : 0, workspace, stream);
             if (error != cudaSuccess || tail == 0) return error;
@@ -1800,15 +1846,16 @@ struct Steps {
     }
 };
 
-// dbias, dX and dW of a block or tile of gradients. One after the other: beside each other on two streams, they were no
-// faster at any shape that was tried, and up to 4% slower (C 4096, V 128256 in 10%; H200).
+// dbias, dW and dX of a block or tile of gradients; dX last, since it may overwrite the copy of X that dW is made of.
+// One after the other: beside each other on two streams, they were no faster at any shape that was tried, and up to 4%
+// slower (C 4096, V 128256 in 10%; H200).
 template <typename floatX, typename gradX>
 cudaError_t lm_head_gradients(const LmHeadRun<floatX, gradX> &run, const floatX *dlogits, size_t row, int rows,
                               int tile, cudaStream_t stream) {
     Steps steps;
     steps.then([&] { return run.add_dbias(dlogits, row, rows, tile, stream); });
-    steps.then([&] { return run.make_dX(dlogits, row, rows, tile, tile == 0, stream); });
     steps.then([&] { return run.add_dW(dlogits, row, rows, tile, stream); });
+    steps.then([&] { return run.make_dX(dlogits, row, rows, tile, tile == 0, stream); });
     return steps.error;
 }
 
@@ -1821,6 +1868,7 @@ cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t s
     const int N = run.plan.problem.N;
     const unsigned grid_size = ceil_div((unsigned)N, 256u);
     Steps steps;
+    steps.then([&] { return run.copy_X(0, N, stream); });
     steps.then([&] { return run.make_logits(logits, 0, N, 0, stream); });
     steps.then([&] {
         return run.classify(logits, 0, N, [&](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
@@ -1845,6 +1893,7 @@ cudaError_t lm_head_by_rows(const LmHeadRun<floatX, gradX> &run, cudaStream_t st
     for (int block = 0; block < plan.blocks(); block++) {
         const size_t row = (size_t)block * plan.rows;
         const int rows = run.rows_of(block);
+        steps.then([&] { return run.copy_X(row, rows, stream); });
         steps.then([&] { return run.make_logits(logits, row, rows, 0, stream); });
         steps.then([&] { return run.classify_fused(logits, row, rows, stream); });
         steps.then([&] { return lm_head_gradients(run, logits, row, rows, 0, stream); });
@@ -1862,6 +1911,7 @@ cudaError_t lm_head_by_epilogue(const LmHeadRun<floatX, gradX> &run, cudaStream_
     for (int block = 0; plan.gradient() && block < plan.blocks(); block++) {
         const size_t row = (size_t)block * plan.rows;
         const int rows = run.rows_of(block);
+        steps.then([&] { return run.copy_X(row, rows, stream); });
         for (int tile = 0; tile < plan.tiles(); tile++) {
             steps.then([&] { return run.make_dlogits(dlogits, row, rows, tile, stream); });
             steps.then([&] { return lm_head_gradients(run, dlogits, row, rows, tile, stream); });
@@ -1927,6 +1977,7 @@ cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStrea
         });
         steps.then([&] { return run.finish_rows(row, rows, 1, plan.problem.V, stream); });
         if (!plan.gradient()) continue;
+        steps.then([&] { return run.copy_X(row, rows, stream); });
         steps.then([&] {
             auto tile_of = [&](int step) { return tiles - 1 - step; };
             auto make_again = [&](int step, cudaStream_t s) {
@@ -1944,8 +1995,8 @@ cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStrea
             };
             auto use = [&](int step, cudaStream_t s) {
                 const int tile = tile_of(step);
-                const cudaError_t error = run.make_dX(logits(tile), row, rows, tile, step == 0, s);
-                return error == cudaSuccess ? run.add_dW(logits(tile), row, rows, tile, s) : error;
+                const cudaError_t error = run.add_dW(logits(tile), row, rows, tile, s);
+                return error == cudaSuccess ? run.make_dX(logits(tile), row, rows, tile, step == 0, s) : error;
             };
             return lm_head_steps(plan, tiles, stream, make_again, look, use);
         });
@@ -2265,6 +2316,7 @@ void lm_head_race(Harness &h) {
     problem.bias = h.flag("--bias");
     problem.dbias = problem.bias && problem.dW;
     problem.tf32 = h.flag("--tf32");
+    problem.finite = h.flag("--finite");
     problem.tuning.overlap = h.choice("--overlap") == "on";
     problem.tuning.way = way == "auto"         ? -1
                          : way == "rows"       ? kLmHeadRows
@@ -2510,6 +2562,7 @@ int main(int argc, char **argv) {
          {"--sweep", {"none", "memory"}, "time against memory, at budgets from 100% to 1%"},
          {"--way", {"auto", "rows", "vocabulary", "epilogue"}, "version 6: which way to take"},
          {"--overlap", {"on", "off"}, "version 6: the classifier of a tile beside the products of others"},
+         {"--finite", {}, "rows that are ignored hold finite numbers: no copy of X"},
          {"--graph", {}, "launches are captured once, as a CUDA graph"}},
         numbers,
         {{"--memory", "25%",

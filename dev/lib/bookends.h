@@ -231,7 +231,7 @@ int bk_lm_head_tune(bk_lm_head *plan, void *dX, void *dW, const void *X, const v
  *
  * Of dX, dW, dbias and bias those that the plan has must be there and the others null, else BK_ERROR_NULL; where C or V
  * of 0 leaves one no elements, either will do. The arrays must not overlap. Rows with ignore_index have loss 0, and no
- * part in any gradient (if what X holds there is finite). A bad target makes the loss and the row of dX NaN, and all of
+ * part in any gradient, whatever X holds there. A bad target makes the loss and the row of dX NaN, and all of
  * dW and dbias, whose sums it is a term of. Gradients are sums in float of dlogits as rounded to dtype, rounded once; dW
  * and dbias of 16 bits from what was there plus the sum over all rows. The same plan gives the same bits each time. Work
  * on the plan's own stream begins behind what is in `stream` and ends before what follows, so that the call may be

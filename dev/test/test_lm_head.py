@@ -27,6 +27,7 @@ from test_classifier_fused import off as outside
 VERSIONS = bookends.versions("lm_head")
 BOUNDED = VERSIONS[2:]  # those that a budget cuts into pieces
 IGNORE, U = -100, 2.0**-24
+LARGEST = {FP32: 3.4e38, FP16: 65504.0, BF16: 3.38e38}
 EVERYTHING = WANT_DX | WANT_DW | WANT_DBIAS | HAS_BIAS
 
 every_version = pytest.mark.parametrize("version", VERSIONS)
@@ -485,6 +486,40 @@ def test_ignored_rows(dtype, grad, version):
             case.check(version, memory, wanted=("dX", "dW", "losses"))
             if len(which) == N:
                 assert (got["dW"] == case.initial["dW"]).all() and (got["dbias"] == case.initial["dbias"]).all()
+
+
+@every_version
+@every_grad
+def test_ignored_rows_hold_anything(dtype, grad, version):
+    """NaN and infinities in the hidden states of ignored rows change no bit of any gradient or of another row's scalars;
+    with either gradient, in one piece and in blocks and tiles, where vectors and products fit and where they don't."""
+    for N, C, V, offset in ((40, 16, 131, 0), (150, 24, 301, 0), (33, 7, 64, 1)):
+        rng = np.random.default_rng(N)
+        targets = rng.integers(0, V, N)
+        ignored = np.arange(N) % 3 == 1
+        targets[ignored] = IGNORE
+        case = Case(dtype, grad, N, C, V, targets=targets, offset=offset, label_smoothing=0.1, X=np.where(
+            ignored[:, None], 0, rng.standard_normal((N, C))))
+        clean, poisoned = case.bits, {**case.bits, "X": case.bits["X"].copy()}
+        some = rng.integers(0, C, N)
+        for k, row in enumerate(np.flatnonzero(ignored)):
+            value = (np.nan, np.inf, -np.inf, LARGEST[dtype])[k % 4]
+            poisoned["X"][row, slice(None) if k % 3 == 0 else some[row]] = to_bits(value, dtype)
+        for k, wanted in enumerate((("dX", "dW", "dbias", "losses", "lse"), ("dW", "losses"), ("dX", "dW"), ("dbias",))):
+            if k > 0 and N != 40:
+                continue
+            gradients = [name for name in wanted if name[0] == "d"]
+            for memory in (0, case.budgets(version, gradients)[N == 40]) if version in BOUNDED else (0,):
+                case.bits = clean
+                want = case.check(version, memory, wanted=wanted)
+                case.bits = poisoned
+                got = case.run(version, memory, wanted=wanted)
+                for name in wanted:
+                    if name == "lse":
+                        assert got[name][~ignored].tobytes() == want[name][~ignored].tobytes()
+                        assert np.isnan(got[name][ignored]).any()
+                    else:
+                        assert got[name].tobytes() == want[name].tobytes(), (name, memory, wanted, N)
 
 
 @every_version
