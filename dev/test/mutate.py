@@ -51,7 +51,7 @@ FAMILIES = {
     "encoder_forward": Family(["encoder_forward", "test/launchers_encoder_forward"], "encoder_forward"),
     "encoder_backward": Family(["encoder_backward", "test/launchers_encoder_backward"], "encoder_backward"),
     "classifier_fused": Family(["classifier_fused", "test/launchers_classifier_fused"], "classifier_fused"),
-    "lm_head": Family(["lm_head", "classifier_fused"], "lm_head"),
+    "lm_head": Family(["lm_head", "classifier_fused", "test/launchers_lm_head"], "lm_head"),
 }
 EVERYTHING = Family(sorted({program for family in FAMILIES.values() for program in family.programs} | {"test/common"}),
                     " or ".join([*FAMILIES, "common"]))

@@ -1,0 +1,158 @@
+// Calls the launcher of lm_head.cu directly, as programs do that copy the file: every version's plan, pointers that are
+// not as planned, no work, sizes and versions that are refused. Exit status 0 if all is as it should be.
+#define BOOKENDS_NO_MAIN
+#include "../../lm_head.cu"
+#include "check.h"
+
+#include <array>
+
+using namespace bookends;
+
+template <typename floatX, typename gradX>
+struct Problem {
+    static constexpr cudaDataType_t type = sizeof(floatX) == 4 ? CUDA_R_32F : CUDA_R_16BF;
+    int N, C, V;
+    LmHead plan;
+    cudaError_t created;
+    Device<floatX> dX, X, W, bias;
+    Device<gradX> dW, dbias;
+    Device<float> losses, lse;
+    Device<int> targets;
+    Device<status_word> status;
+    Device<char> workspace;
+
+    static std::vector<floatX> small(size_t count, uint64_t seed) {
+        Random random = {seed};
+        std::vector<floatX> values(count);
+        for (floatX &value : values) value = (floatX)(((float)random.below(33) - 16.0f) / 16.0f);
+        return values;
+    }
+    static LmHeadProblem problem(int N, int C, int V, int version) {
+        LmHeadProblem p;
+        p.N = N, p.C = C, p.V = V;
+        p.type = type;
+        p.bias = p.dbias = true;
+        p.memory = 64 << 20;
+        p.version = version;
+        return p;
+    }
+    size_t workspace_bytes(int version) {
+        created = lm_head_create(plan, problem(N, C, V, version));
+        return created == cudaSuccess ? plan.bytes + kWorkspaceAlignment : 0;
+    }
+
+    Problem(int N, int C, int V, int version)
+        : N(N),
+          C(C),
+          V(V),
+          dX(Device<floatX>::filled((size_t)N * C)),
+          X(small((size_t)N * C, 1)),
+          W(small((size_t)V * C, 2)),
+          bias(small(V, 3)),
+          dW(std::vector<gradX>((size_t)V * C, (gradX)0.0f)),
+          dbias(std::vector<gradX>(V, (gradX)0.0f)),
+          losses(Device<float>::filled(N)),
+          lse(Device<float>::filled(N)),
+          targets(std::vector<int>(N, 0)),
+          status(std::vector<status_word>{kStatusOk}),
+          workspace(Device<char>::filled(workspace_bytes(version))) {}
+    ~Problem() { lm_head_destroy(plan); }
+
+    LmHeadArguments<floatX, gradX> arguments() {
+        char *const begin = workspace.pointer + (-(uintptr_t)workspace.pointer % kWorkspaceAlignment);
+        return {dX.pointer, dW.pointer,   dbias.pointer,   losses.pointer, lse.pointer,    X.pointer,
+                W.pointer,  bias.pointer, targets.pointer, nullptr,        status.pointer, begin};
+    }
+    bool guards_intact() {
+        return dX.guards_intact() && dW.guards_intact() && dbias.guards_intact() && losses.guards_intact() &&
+               lse.guards_intact() && workspace.guards_intact() && status.guards_intact();
+    }
+    bool untouched() {
+        return dX.untouched() && losses.untouched() && lse.untouched() && workspace.untouched() &&
+               dW.holds(std::vector<gradX>((size_t)V * C, (gradX)0.0f)) &&
+               dbias.holds(std::vector<gradX>(V, (gradX)0.0f));
+    }
+    // Losses and the sum of the bias' gradient over a column, from the logits in double.
+    void check(int version) {
+        const std::vector<floatX> x = X.get(), w = W.get(), b = bias.get();
+        const std::vector<float> loss = losses.get();
+        const std::vector<gradX> db = dbias.get();
+        std::vector<double> want_db(V, 0.0);
+        const double allowed = type == CUDA_R_32F ? 1e-4 : 0.05;  // logits are rounded to their type
+        int wrong = 0;
+        for (int n = 0; n < N; n++) {
+            std::vector<double> z(V);
+            double total = 0;
+            for (int v = 0; v < V; v++) {
+                z[v] = (float)b[v];
+                for (int c = 0; c < C; c++) z[v] += (double)(float)x[n * C + c] * (float)w[v * C + c];
+                total += exp(z[v]);
+            }
+            wrong += !(fabs(loss[n] - (log(total) - z[0])) <= allowed);
+            for (int v = 0; v < V; v++) want_db[v] += exp(z[v]) / total - (v == 0);
+        }
+        for (int v = 0; v < V; v++) wrong += !(fabs((float)db[v] - want_db[v]) <= allowed * (1 + fabs(want_db[v])));
+        expect(wrong == 0 && guards_intact(), "version %d N=%d C=%d V=%d: %d wrong", version, N, C, V, wrong);
+    }
+};
+
+template <typename floatX, typename gradX>
+static void test_version(int version) {
+    for (const auto &s : {std::array<int, 3>{5, 8, 20}, {33, 24, 300}, {1, 1, 1}}) {
+        Problem<floatX, gradX> good(s[0], s[1], s[2], version);
+        expect(good.created == cudaSuccess, "version %d: error %d", version, (int)good.created);
+        if (good.created != cudaSuccess) return;
+        const auto all = good.arguments();
+        auto refused = [&](auto change, cudaError_t expected, const char *what) {
+            auto arguments = all;
+            change(arguments);
+            expect_refused(lm_head(good.plan, arguments, 0), expected, what, version, s[0]);
+        };
+        refused([](auto &a) { a.dX = nullptr; }, cudaErrorInvalidValue, "no dX for N =");
+        refused([](auto &a) { a.dW = nullptr; }, cudaErrorInvalidValue, "no dW for N =");
+        refused([](auto &a) { a.dbias = nullptr; }, cudaErrorInvalidValue, "no dbias for N =");
+        refused([](auto &a) { a.bias = nullptr; }, cudaErrorInvalidValue, "no bias for N =");
+        refused([](auto &a) { a.X = nullptr; }, cudaErrorInvalidValue, "no X for N =");
+        refused([](auto &a) { a.W = nullptr; }, cudaErrorInvalidValue, "no W for N =");
+        refused([](auto &a) { a.targets = nullptr; }, cudaErrorInvalidValue, "no targets for N =");
+        refused([](auto &a) { a.workspace = nullptr; }, cudaErrorInvalidValue, "no workspace for N =");
+        refused([](auto &a) { a.workspace += 16; }, cudaErrorMisalignedAddress, "workspace off by 16 for N =");
+        expect(good.untouched(), "version %d wrote although it refused", version);
+        expect(lm_head(good.plan, all, 0) == cudaSuccess, "version %d", version);
+        good.check(version);
+        Problem<floatX, gradX> alone(s[0], s[1], s[2], version);  // losses, lse and status are not needed
+        auto arguments = alone.arguments();
+        arguments.losses = arguments.lse = nullptr;
+        arguments.status = nullptr;
+        expect(lm_head(alone.plan, arguments, 0) == cudaSuccess && alone.losses.untouched() && alone.lse.untouched() &&
+                   alone.dW.holds(good.dW.get()) && alone.dX.holds(good.dX.get()) && alone.guards_intact(),
+               "version %d: gradients without losses", version);
+    }
+    for (const auto &s : {std::array<int, 3>{0, 8, 20}, {3, 0, 20}, {3, 8, 0}, {3, 0, 0}, {0, 0, 0}}) {
+        Problem<floatX, gradX> empty(s[0], s[1], s[2], version);
+        expect(empty.created == cudaSuccess && lm_head(empty.plan, empty.arguments(), 0) == cudaSuccess &&
+                   empty.guards_intact(),
+               "version %d N=%d C=%d V=%d: error %d", version, s[0], s[1], s[2], (int)empty.created);
+    }
+    for (const auto &s : {std::array<int, 3>{-1, 8, 20}, {3, -1, 20}, {3, 8, -1}, {3, 8, INT32_MAX}}) {
+        LmHead plan;
+        const cudaError_t error = lm_head_create(plan, Problem<floatX, gradX>::problem(s[0], s[1], s[2], version));
+        lm_head_destroy(plan);
+        expect(error == cudaErrorInvalidValue && plan.what[0] != '\0', "version %d N=%d C=%d V=%d: error %d", version,
+               s[0], s[1], s[2], (int)error);
+    }
+}
+
+int main() {
+    for (int version = 1; version <= 6; version++) {
+        test_version<float, float>(version);
+        test_version<__nv_bfloat16, float>(version);
+    }
+    for (int version : {0, 7, -1, INT32_MAX}) {
+        LmHead plan;
+        const cudaError_t error = lm_head_create(plan, Problem<float, float>::problem(3, 8, 20, version));
+        lm_head_destroy(plan);
+        expect(error == cudaErrorInvalidValue, "there is no version %d: error %d", version, (int)error);
+    }
+    return report_failures();
+}
