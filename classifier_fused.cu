@@ -26,6 +26,7 @@ Run:      ./classifier_fused           the default: deterministic, best over the
 */
 #include "common.h"
 #include "parts/hopper.h"
+#include "parts/launch.h"
 
 #include <cooperative_groups.h>
 
@@ -1141,9 +1142,8 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
 // 1 over the number of targets that count, or options.divisor is that number. block_size: a multiple of 32 up to 1024;
 // the table of versions has those that were fastest. Version 5 takes 128 to 832 of it, at most 768 where nothing is
 // written but scalars. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for P < V, a negative size,
-// another block size or what valid_options() refuses; else the launch's error (cudaGetLastError's, so one that an
-// earlier call left behind comes out here too); cudaSuccess without a launch when N = 0. dlogits and probs are formed in
-// float and rounded once.
+// another block size or what valid_options() refuses; else the launch's own error; cudaSuccess without a launch when
+// N = 0. A pending CUDA error stays pending. dlogits and probs are formed in float and rounded once.
 // The same inputs give the same bits at the same block size, for the same outputs; version 1, at any. A softcap leaves
 // z exact to softcap * 1e-7. Probabilities below 2^-126 are 0; below 2^-63, where |z| is beyond 2^23. The
 // label smoothing term is the mean of max_i z_i - z_j over the vocabulary: a sum in float, scaled so that no partial
@@ -1197,14 +1197,13 @@ inline cudaError_t classifier_totals(float *rows, float *total, const int *targe
     if (N < 0 || (N > 0 && ((rows && !targets) || (total && !losses)))) return cudaErrorInvalidValue;
     if (N == 0 || (!rows && !total)) return cudaSuccess;
     const int block_size = (int)std::min(ceil_div((long long)N, (long long)kWarpSize) * kWarpSize, 1024LL);
-    classifier_totals_kernel<<<1, block_size, 0, stream>>>(rows, total, targets, losses, N, ignore_index);
-    return cudaGetLastError();
+    return launch_kernel(classifier_totals_kernel, 1, block_size, 0, stream, rows, total, targets, losses, N,
+                         ignore_index);
 }
 
 template <bool softcap, Extras extras, typename floatX>
 cudaError_t launch_reverse(const ClassifierArguments<floatX> &args, int block_size, cudaStream_t stream) {
-    classifier_fused_kernel3<floatX, softcap, extras, true><<<args.N, block_size, 0, stream>>>(args);
-    return cudaGetLastError();
+    return launch_kernel(classifier_fused_kernel3<floatX, softcap, extras, true>, args.N, block_size, 0, stream, args);
 }
 
 template <typename floatX>
@@ -1216,9 +1215,8 @@ cudaError_t classifier_fused1(floatX *dlogits, float *losses, float *lse, floatX
                                  if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
                                  int block = block_size;
                                  const unsigned grid_size = grid_blocks((long long)N * kWarpSize, &block);
-                                 classifier_fused_kernel1<floatX, softcap.value, extras.value>
-                                     <<<grid_size, block, 0, stream>>>(args);
-                                 return cudaGetLastError();
+                                 return launch_kernel(classifier_fused_kernel1<floatX, softcap.value, extras.value>,
+                                                      grid_size, block, 0, stream, args);
                              });
 }
 
@@ -1229,9 +1227,8 @@ cudaError_t classifier_fused2(floatX *dlogits, float *losses, float *lse, floatX
     return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
                                  if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
-                                 classifier_fused_kernel2<floatX, softcap.value, extras.value>
-                                     <<<N, block_size, 0, stream>>>(args);
-                                 return cudaGetLastError();
+                                 return launch_kernel(classifier_fused_kernel2<floatX, softcap.value, extras.value>, N,
+                                                      block_size, 0, stream, args);
                              });
 }
 
@@ -1242,9 +1239,9 @@ cudaError_t classifier_fused3(floatX *dlogits, float *losses, float *lse, floatX
     return classifier_launch(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
                              [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
                                  if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
-                                 classifier_fused_kernel3<floatX, softcap.value, extras.value, false>
-                                     <<<N, block_size, 0, stream>>>(args);
-                                 return cudaGetLastError();
+                                 return launch_kernel(
+                                     classifier_fused_kernel3<floatX, softcap.value, extras.value, false>, N,
+                                     block_size, 0, stream, args);
                              });
 }
 
@@ -1283,31 +1280,26 @@ inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool 
     return plan->stages >= (writes ? chunks : 1) + kLeaving;
 }
 
-// Shared memory that a block may have, 0 where the kernel was compiled for devices that have no clusters; and how many
-// multiprocessors there are.
-template <typename... Parameters>
-size_t staging_memory(void (*kernel)(Parameters...), int *multiprocessors) {
-    int device = 0, shared = 0;
-    const bool good = runs_sm_90_code(kernel) && cudaGetDevice(&device) == cudaSuccess &&
-                      cudaDeviceGetAttribute(multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
-                      cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
-    return good ? (size_t)shared : 0;
-}
-
-// cudaErrorNotSupported if there is no plan for it.
+// cudaErrorNotSupported if there is no plan for it: that depends on the device and the arguments alone.
 template <Extras extras, typename floatX>
 cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_size, cudaStream_t stream) {
     const auto kernel = classifier_fused_kernel5<floatX, extras>;
     const unsigned vectors = args.V / Packed128<floatX>::size;
+    KernelFacts facts;
+    cudaError_t error = kernel_facts(&facts, kernel);
+    if (error != cudaSuccess) return error;
+    const bool few = args.N <= kFewRows * (long long)facts.multiprocessors;
     Staging plan = {};
     unsigned ranks = 1;
-    int multiprocessors = 0;
-    const size_t shared = staging_memory(kernel, &multiprocessors);
-    const bool few = args.N <= kFewRows * (long long)multiprocessors;
-    if (!plan_staging(&plan, &ranks, vectors, args.dlogits || args.probs, few, block_size, shared)) {
+    if (!facts.sm_90_code || !plan_staging(&plan, &ranks, vectors, args.dlogits || args.probs, few, block_size,
+                                           (size_t)facts.dynamic_shared)) {
         return cudaErrorNotSupported;
     }
-    cudaLaunchAttribute shape;
+    const unsigned threads = (plan.readers + plan.writers + 2) * kWarpSize;
+    int clusters = 0;
+    error = active_clusters(&clusters, kernel, ranks, threads);
+    if (error != cudaSuccess || clusters == 0) return error != cudaSuccess ? error : cudaErrorNotSupported;
+    cudaLaunchAttribute shape = {};
     shape.id = cudaLaunchAttributeClusterDimension;
     shape.val.clusterDim = {ranks, 1, 1};
     cudaLaunchConfig_t config = {};
@@ -1315,15 +1307,9 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
     config.numAttrs = 1;
     config.stream = stream;
     config.dynamicSmemBytes = StagedMemory::bytes(plan, ranks);
-    config.blockDim = (plan.readers + plan.writers + 2) * kWarpSize;
-    config.gridDim = ranks;
-    int clusters = 0;
-    cudaError_t error = allow_shared(kernel, config.dynamicSmemBytes);
-    if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (error != cudaSuccess) cudaGetLastError();  // it is dealt with
-    if (error != cudaSuccess || clusters == 0) return cudaErrorNotSupported;
+    config.blockDim = threads;
     config.gridDim = std::min((unsigned)clusters, (unsigned)args.N) * ranks;
-    return cudaLaunchKernelEx(&config, kernel, args, plan);
+    return launch_kernel(config, kernel, args, plan);
 }
 
 // Where there are no clusters (before compute capability 9.0), and for rows that are too long or too short for them,

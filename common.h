@@ -1,5 +1,6 @@
-// Shared by all kernel files and copied along with them. Of the project, encoder_forward.cu and encoder_backward.cu
-// include this header alone; classifier_fused.cu and lm_head.cu also include parts/hopper.h.
+// Shared by all kernel files and copied along with them. Of the project, encoder_forward.cu includes this header alone;
+// encoder_backward.cu also includes parts/launch.h; classifier_fused.cu and lm_head.cu include parts/launch.h and
+// parts/hopper.h.
 //
 // Sources: Packed128 and its loads and stores follow the idea of llm.c's dev/cuda/common.h (one struct that makes the
 // compiler use 128-bit accesses whatever the element type).
@@ -14,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 namespace bookends {
 
@@ -51,13 +53,6 @@ inline unsigned grid_blocks(long long threads, int *block_size) {
     return blocks > UINT32_MAX ? UINT32_MAX : (unsigned)blocks;
 }
 
-// Dynamic shared memory beyond 48 KB has to be asked for. To be called before the launch.
-template <typename... Parameters>
-cudaError_t allow_shared(void (*kernel)(Parameters...), size_t bytes) {
-    return bytes <= 48 << 10 ? cudaSuccess
-                             : cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-}
-
 // The quiet NaN in each element type: what a position with a bad id gets.
 template <typename floatX>
 __device__ floatX quiet_nan() {
@@ -69,6 +64,34 @@ __host__ __device__ inline uint64_t mix64(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
     return x ^ (x >> 31);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// launches
+
+// Keeps the host thread's pending CUDA error (which cudaGetLastError() returns) as it is found: an error that occurs in
+// this object's lifetime is not left pending. The exception: an error that replaces another one stays, as CUDA cannot
+// restore the first.
+struct KeepPendingError {
+    const bool was_pending = cudaPeekAtLastError() != cudaSuccess;
+    ~KeepPendingError() {
+        if (!was_pending) cudaGetLastError();
+    }
+};
+
+// kernel<<<grid, block, shared, stream>>>(arguments...). Returns the error of this launch: cudaGetLastError() would return
+// an error that an earlier call left pending, and clear it. shared: bytes of dynamic shared memory, 48 KB at most
+// (parts/launch.h takes more).
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                          Arguments &&...arguments) {
+    const KeepPendingError keep;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -341,34 +364,6 @@ __device__ T block_exclusive_sum(T value, T *total) {
     const T before = __shfl_sync(0xffffffffu, warp_sums, max(warp - 1, 0));
     __syncthreads();
     return (warp > 0 ? before : T(0)) + through_me - value;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// compute capability 9.0
-
-// Whether what follows is in the code of this kernel. It is not in code for an older device, even if that is compiled
-// anew on a newer one.
-template <typename... Parameters>
-bool runs_sm_90_code(void (*kernel)(Parameters...)) {
-    cudaFuncAttributes about;
-    return cudaFuncGetAttributes(&about, kernel) == cudaSuccess && about.ptxVersion >= 90;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// programmatic dependent launch (compute capability 9.0): a kernel may start before the one in front of it has ended
-
-// The next kernel in the stream, if it was launched for that, may start once every block here has come by.
-__device__ inline void start_next_kernel() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
-
-// Returns when the kernel in front has ended and what it wrote is visible: at once, unless this one was launched early.
-__device__ inline void wait_for_previous_kernel() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    cudaGridDependencySynchronize();
-#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ Run:      ./encoder_backward           the default: deterministic, best over the
           ./encoder_backward --help
 */
 #include "common.h"
+#include "parts/launch.h"
 
 #include <cmath>
 
@@ -733,7 +734,7 @@ __global__ void __launch_bounds__(1024)
 //
 // Returns, before anything is launched, cudaErrorInvalidValue for too many positions or another block size, and, of
 // versions 1 to 3, cudaErrorNotSupported for stochastic rounding to 16 bits. Else the first error of a launch or a
-// memset; versions 1 to 3 ask cudaGetLastError, so that one which an earlier call left behind comes out.
+// memset. A pending CUDA error stays pending.
 //
 // Versions 4 on round once, from a float sum, and give the same bits each time. Versions 1 to 3 round at each addition;
 // the atomics of 1 and 3 do that in any order, and take subnormal floats for zeros.
@@ -778,9 +779,8 @@ cudaError_t encoder_backward1(gradX *dwte, gradX *dwpe, const floatX *dout, cons
     const long long N = (long long)B * T;
     if (error != cudaSuccess || N * C == 0 || (!dwte && !dwpe)) return error;
     const unsigned grid_size = grid_blocks(N * C, &block_size);
-    encoder_backward_kernel1<floatX, gradX>
-        <<<grid_size, block_size, 0, stream>>>(dwte, dwpe, dout, inp, status, N, T, C, V);
-    return cudaGetLastError();
+    return launch_kernel(encoder_backward_kernel1<floatX, gradX>, grid_size, block_size, 0, stream, dwte, dwpe, dout,
+                         inp, status, N, T, C, V);
 }
 
 template <typename floatX, typename gradX>
@@ -791,9 +791,8 @@ cudaError_t encoder_backward2(gradX *dwte, gradX *dwpe, const floatX *dout, cons
     const long long N = (long long)B * T;
     if (error != cudaSuccess || N * C == 0 || (!dwte && !dwpe)) return error;
     const unsigned grid_size = grid_blocks(C, &block_size);
-    encoder_backward_kernel2<floatX, gradX>
-        <<<grid_size, block_size, 0, stream>>>(dwte, dwpe, dout, inp, status, N, T, C, V);
-    return cudaGetLastError();
+    return launch_kernel(encoder_backward_kernel2<floatX, gradX>, grid_size, block_size, 0, stream, dwte, dwpe, dout,
+                         inp, status, N, T, C, V);
 }
 
 // Rows that 16 bytes don't divide, or that start elsewhere, go to version 1.
@@ -810,9 +809,8 @@ cudaError_t encoder_backward3(gradX *dwte, gradX *dwpe, const floatX *dout, cons
     const long long N = (long long)B * T;
     if (error != cudaSuccess || N * C == 0 || (!dwte && !dwpe)) return error;
     const unsigned grid_size = grid_blocks(N * C / x128_size, &block_size);
-    encoder_backward_kernel3<floatX, gradX>
-        <<<grid_size, block_size, 0, stream>>>(dwte, dwpe, dout, inp, status, N, T, C, V);
-    return cudaGetLastError();
+    return launch_kernel(encoder_backward_kernel3<floatX, gradX>, grid_size, block_size, 0, stream, dwte, dwpe, dout,
+                         inp, status, N, T, C, V);
 }
 
 // The arrays of Groups, one after the other, each at a multiple of 16 bytes. Returns what lies behind the last.
@@ -875,23 +873,20 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
     config.stream = stream;
     config.attrs = &early;
     if (dwte) {
-        error = allow_shared(encoder_backward_tile_kernel, tile_shared_bytes(bins));
-        if (error == cudaSuccess) error = allow_shared(encoder_backward_bin_kernel, bin_shared_bytes);
+        KernelFacts facts;
+        error = kernel_facts(&facts, encoder_backward_bin_kernel);
         if (error != cudaSuccess) return error;
-
         config.gridDim = tiles;
         config.blockDim = kTile;
         config.dynamicSmemBytes = tile_shared_bytes(bins);
-        error =
-            cudaLaunchKernelEx(&config, encoder_backward_tile_kernel, groups, inp, status, N, V, bins, arrived_count);
+        error = launch_kernel(config, encoder_backward_tile_kernel, groups, inp, status, N, V, bins, arrived_count);
         if (error != cudaSuccess) return error;
 
-        config.numAttrs =
-            overlap && runs_sm_90_code(encoder_backward_bin_kernel) ? 1 : 0;  // for this kernel and the next
+        config.numAttrs = overlap && facts.sm_90_code ? 1 : 0;  // for this kernel and the next
         config.gridDim = bins.count;
         config.blockDim = kBinWarps * kWarpSize;
         config.dynamicSmemBytes = bin_shared_bytes;
-        error = cudaLaunchKernelEx(&config, encoder_backward_bin_kernel, groups, (int)N, bins, (int)tiles);
+        error = launch_kernel(config, encoder_backward_bin_kernel, groups, (int)N, bins, (int)tiles);
     } else if (batch_pieces(B) > 1) {
         error = cudaMemsetAsync(groups.arrived, 0, arrived_count * sizeof(unsigned), stream);
     }
@@ -917,8 +912,8 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
     const Gradient<gradX> to_dwte = {dwte, !store.overwrite, mix64(store.seed)};
     const Gradient<gradX> to_dwpe = {dwpe, !store.overwrite, mix64(store.seed + 0x6a09e667f3bcc909ull)};
     auto launch = [&](auto kernel) {
-        return cudaLaunchKernelEx(&config, kernel, to_dwte, to_dwpe, dout, inp, groups, status, B, T, (unsigned)C, V,
-                                  blocks, bins);
+        return launch_kernel(config, kernel, to_dwte, to_dwpe, dout, inp, groups, status, B, T, (unsigned)C, V, blocks,
+                             bins);
     };
     if constexpr (sizeof(gradX) == 2) {
         if (store.stochastic) return launch(encoder_backward_kernel4<floatX, gradX, width, true>);

@@ -168,9 +168,9 @@ __global__ void __launch_bounds__(1024)
 // to the rows of wte. Row-major, device memory, aligned to their element only. status: one status word that the caller
 // set to kStatusOk, or null. out must not overlap the inputs. A position with an id outside 0..V-1 becomes a row of
 // NaN, and status says which came first; nothing outside the tables is read. block_size: a multiple of 32 up to 1024,
-// else cudaErrorInvalidValue. Nothing is allocated or synchronised. Returns the launch's error (cudaGetLastError's, so
-// one that an earlier call left behind comes out here too), and cudaSuccess without a launch when there is no work.
-// Versions 3 to 5 fall back on the one before where a shape is beyond them, so copy those along.
+// else cudaErrorInvalidValue. Nothing is allocated or synchronised. Returns the launch's own error, and
+// cudaSuccess without a launch when there is no work. A pending CUDA error stays pending. Versions 3 to 5 fall back on
+// the one before where a shape is beyond them, so copy those along.
 
 template <typename floatX>
 using EncoderForward = cudaError_t (*)(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
@@ -184,8 +184,8 @@ cudaError_t encoder_forward1(floatX *out, const int *inp, const floatX *wte, con
     if (N * C == 0) return cudaSuccess;
     if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
     const unsigned grid_size = grid_blocks(N, &block_size);
-    encoder_forward_kernel1<floatX><<<grid_size, block_size, 0, stream>>>(out, inp, wte, wpe, status, N, T, C, V);
-    return cudaGetLastError();
+    return launch_kernel(encoder_forward_kernel1<floatX>, grid_size, block_size, 0, stream, out, inp, wte, wpe, status,
+                         N, T, C, V);
 }
 
 template <typename floatX>
@@ -195,8 +195,8 @@ cudaError_t encoder_forward2(floatX *out, const int *inp, const floatX *wte, con
     if (N * C == 0) return cudaSuccess;
     if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
     const unsigned grid_size = grid_blocks(N * C, &block_size);
-    encoder_forward_kernel2<floatX><<<grid_size, block_size, 0, stream>>>(out, inp, wte, wpe, status, N, T, C, V);
-    return cudaGetLastError();
+    return launch_kernel(encoder_forward_kernel2<floatX>, grid_size, block_size, 0, stream, out, inp, wte, wpe, status,
+                         N, T, C, V);
 }
 
 // Rows that 16 bytes don't divide, or that start elsewhere, go to version 2.
@@ -211,8 +211,8 @@ cudaError_t encoder_forward3(floatX *out, const int *inp, const floatX *wte, con
     if (N * C == 0) return cudaSuccess;
     if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
     const unsigned grid_size = grid_blocks(N * C / x128_size, &block_size);
-    encoder_forward_kernel3<floatX><<<grid_size, block_size, 0, stream>>>(out, inp, wte, wpe, status, N, T, C, V);
-    return cudaGetLastError();
+    return launch_kernel(encoder_forward_kernel3<floatX>, grid_size, block_size, 0, stream, out, inp, wte, wpe, status,
+                         N, T, C, V);
 }
 
 // Kernel 4 in slices of at most slice_bytes, at the widest vector that the alignment of the rows allows. Shapes beyond
@@ -247,8 +247,7 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
                                             : encoder_forward_kernel4<floatX, width, rows, false, true>
                               : along_t ? encoder_forward_kernel4<floatX, width, rows, true, false>
                                   : encoder_forward_kernel4<floatX, width, rows, false, false>;
-    kernel<<<grid, block, 0, stream>>>(out, inp, rows_of_wte, wpe, status, B, T, C, V);
-    return cudaGetLastError();
+    return launch_kernel(kernel, grid, block, 0, stream, out, inp, rows_of_wte, wpe, status, B, T, C, V);
 }
 
 // Slices as wide as a block: whole rows, where a block covers one.

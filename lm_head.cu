@@ -39,6 +39,7 @@ Run:      ./lm_head                    the default: deterministic, best over the
 */
 #include "common.h"
 #include "parts/hopper.h"
+#include "parts/launch.h"
 
 #ifdef BOOKENDS_NO_MAIN
 #include "classifier_fused.cu"
@@ -1619,17 +1620,15 @@ struct LmHeadRun {
         const floatX *const bias = args.bias ? args.bias + (size_t)tile * plan.columns : nullptr;
         if (columns_of(tile) == 0) return cudaSuccess;
         if (C == 0) {
-            lm_head_no_channels_kernel<floatX><<<count, 256, 0, stream>>>(logits, bias, columns_of(tile), plan.P);
-            return cudaGetLastError();
+            return launch_kernel(lm_head_no_channels_kernel<floatX>, count, 256, 0, stream, logits, bias,
+                                 columns_of(tile), plan.P);
         }
         const cudaError_t error = gemm_run(plan, *find_gemm(plan, kGemmLogits, count, whole, aligned), logits,
                                            W_of(tile), args.X + row * C, bias, 0, workspace, stream);
         if (error != cudaSuccess || tail == 0) return error;
         auto make_tail = [&](auto kernel) {
-            kernel<<<ceil_div(count, 8), 8 * kWarpSize, 0, stream>>>(
-                logits + whole, args.X + row * C, W_of(tile) + whole * C, bias ? bias + whole : nullptr, count, C,
-                plan.P, tail);
-            return cudaGetLastError();
+            return launch_kernel(kernel, ceil_div(count, 8), 8 * kWarpSize, 0, stream, logits + whole, args.X + row * C,
+                                 W_of(tile) + whole * C, bias ? bias + whole : nullptr, count, C, plan.P, tail);
         };
         constexpr int most = Packed128<floatX>::size;
         return aligned && C % most == 0 ? make_tail(lm_head_tail_logits_kernel<floatX, most>)
@@ -1649,8 +1648,8 @@ struct LmHeadRun {
         floatX *const out = const_cast<floatX *>(counted_X(row));
         auto copy = [&](auto kernel, unsigned vectors) {
             const unsigned block_size = std::min(ceil_div(vectors, (unsigned)kWarpSize) * kWarpSize, 256u);
-            kernel<<<count, block_size, 0, stream>>>(out, X, args.targets + row, C, options.ignore_index);
-            return cudaGetLastError();
+            return launch_kernel(kernel, count, block_size, 0, stream, out, X, args.targets + row, C,
+                                 options.ignore_index);
         };
         return vector_width(most, C, X, out) == most ? copy(lm_head_counted_rows_kernel<floatX, most>, C / most)
                                                      : copy(lm_head_counted_rows_kernel<floatX, 1>, C);
@@ -1668,13 +1667,11 @@ struct LmHeadRun {
         const dim3 grid(count, std::min(ceil_div((unsigned)C, 256u), 65535u));
         const floatX *const tail_dlogits = dlogits + whole, *const tail_W = W_of(tile) + whole * C;
         if (plan.by_tiles()) {
-            lm_head_tail_dX_kernel<floatX, float>
-                <<<grid, 256, 0, stream>>>(sums, sums, tail_dlogits, tail_W, C, plan.P, tail);
-        } else {
-            lm_head_tail_dX_kernel<floatX, floatX>
-                <<<grid, 256, 0, stream>>>(args.dX + row * C, sums, tail_dlogits, tail_W, C, plan.P, tail);
+            return launch_kernel(lm_head_tail_dX_kernel<floatX, float>, grid, 256, 0, stream, sums, sums, tail_dlogits,
+                                 tail_W, C, plan.P, tail);
         }
-        return cudaGetLastError();
+        return launch_kernel(lm_head_tail_dX_kernel<floatX, floatX>, grid, 256, 0, stream, args.dX + row * C, sums,
+                             tail_dlogits, tail_W, C, plan.P, tail);
     }
     // Behind the last tile of these rows.
     cudaError_t finish_dX(size_t row, int count, cudaStream_t stream) const {
@@ -1699,9 +1696,8 @@ struct LmHeadRun {
                                                nullptr, add ? 1 : 0, workspace, stream);
             if (error != cudaSuccess || tail == 0) return error;
             const dim3 grid(ceil_div((unsigned)C, (unsigned)kWarpSize), tail);
-            lm_head_tail_dW_kernel<floatX, std::remove_pointer_t<decltype(dW)>>
-                <<<grid, kTailThreads, 0, stream>>>(dW + whole * C, dlogits + whole, X, count, C, plan.P, add);
-            return cudaGetLastError();
+            return launch_kernel(lm_head_tail_dW_kernel<floatX, std::remove_pointer_t<decltype(dW)>>, grid,
+                                 kTailThreads, 0, stream, dW + whole * C, dlogits + whole, X, count, C, plan.P, add);
         };
         if (!plan.float_dW()) return make(tile_dW);
         const cudaError_t error = make(sums);
@@ -1714,17 +1710,19 @@ struct LmHeadRun {
         if (!args.dbias || columns == 0) return cudaSuccess;
         float *const sums = part<float>(plan.slices);
         const dim3 grid(ceil_div(columns, kWarpSize * (unsigned)Packed128<floatX>::size), slices);
-        lm_head_columns_kernel<floatX><<<grid, 1024, 0, stream>>>(sums, dlogits, count, columns, plan.P);
+        const cudaError_t error =
+            launch_kernel(lm_head_columns_kernel<floatX>, grid, 1024, 0, stream, sums, dlogits, count, columns, plan.P);
+        if (error != cudaSuccess) return error;
         const unsigned grid_size = ceil_div(columns, 256u);
         if (plan.float_dbias()) {
             float *const dbias = part<float>(plan.dbias);
-            lm_head_slices_kernel<float><<<grid_size, 256, 0, stream>>>(dbias, sums, columns, slices, row > 0);
-            if (row + count == (size_t)plan.problem.N) return round(args.dbias, dbias, columns, true, stream);
-        } else {
-            lm_head_slices_kernel<gradX>
-                <<<grid_size, 256, 0, stream>>>(args.dbias + (size_t)tile * plan.columns, sums, columns, slices, true);
+            const cudaError_t error = launch_kernel(lm_head_slices_kernel<float>, grid_size, 256, 0, stream, dbias,
+                                                    sums, columns, slices, row > 0);
+            if (error != cudaSuccess || row + count != (size_t)plan.problem.N) return error;
+            return round(args.dbias, dbias, columns, true, stream);
         }
-        return cudaGetLastError();
+        return launch_kernel(lm_head_slices_kernel<gradX>, grid_size, 256, 0, stream,
+                             args.dbias + (size_t)tile * plan.columns, sums, columns, slices, true);
     }
 
     // out = sums, or out += sums.
@@ -1735,12 +1733,8 @@ struct LmHeadRun {
         int block_size = 256;
         const long long vectors = wide ? count / 4 : count;
         const unsigned grid_size = grid_blocks(vectors, &block_size);
-        if (wide) {
-            lm_head_round_kernel<T, 4><<<grid_size, block_size, 0, stream>>>(out, sums, vectors, add);
-        } else {
-            lm_head_round_kernel<T, 1><<<grid_size, block_size, 0, stream>>>(out, sums, vectors, add);
-        }
-        return cudaGetLastError();
+        const auto kernel = wide ? lm_head_round_kernel<T, 4> : lm_head_round_kernel<T, 1>;
+        return launch_kernel(kernel, grid_size, block_size, 0, stream, out, sums, vectors, add);
     }
 
     // launch(args, softcap, extras) with the classifier's arguments for `count` rows from `row` on, whose logits these
@@ -1763,9 +1757,9 @@ struct LmHeadRun {
         ClassifierGradient *const gradients = plan.gradient() ? part<ClassifierGradient>(plan.gradients) : nullptr;
         const TiledRow *const seen = part<TiledRow>(plan.seen);
         return classify(logits(0), row, count, [&](const auto &args, auto softcap, auto extras) {
-            lm_head_finish_kernel<floatX, softcap.value, extras.value>
-                <<<ceil_div((unsigned)count, 128u), 128, 0, stream>>>(gradients, seen, runs, run_columns, args);
-            return cudaGetLastError();
+            return launch_kernel(lm_head_finish_kernel<floatX, softcap.value, extras.value>,
+                                 ceil_div((unsigned)count, 128u), 128, 0, stream, gradients, seen, runs, run_columns,
+                                 args);
         });
     }
 
@@ -1800,10 +1794,12 @@ struct LmHeadRun {
             // What is left of the extras here is the sum of a row's logits, for its statistics.
             constexpr Extras wanted = writes ? kNoExtras : std::min(extras.value, kSum);
             const auto kernel = lm_head_product_kernel<floatX, writes, softcap.value, wanted>;
-            cudaError_t error = allow_shared(kernel, kProductShared);
-            if (error != cudaSuccess) return error;
-            kernel<<<grid_size, kProductThreads, kProductShared, stream>>>(product, args);
-            return cudaGetLastError();
+            cudaLaunchConfig_t config = {};
+            config.gridDim = grid_size;
+            config.blockDim = kProductThreads;
+            config.dynamicSmemBytes = kProductShared;
+            config.stream = stream;
+            return launch_kernel(config, kernel, product, args);
         });
     }
 
@@ -1872,12 +1868,21 @@ cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t s
     steps.then([&] { return run.make_logits(logits, 0, N, 0, stream); });
     steps.then([&] {
         return run.classify(logits, 0, N, [&](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
-            lm_head_softmax_kernel<floatX, softcap.value, extras.value><<<N, 512, 0, stream>>>(probs, seen, args);
-            lm_head_loss_kernel<floatX, softcap.value, extras.value><<<grid_size, 256, 0, stream>>>(seen, args);
-            if (args.dlogits) {
-                lm_head_gradient_kernel<floatX, softcap.value, extras.value><<<N, 512, 0, stream>>>(probs, seen, args);
-            }
-            return cudaGetLastError();
+            Steps steps;
+            steps.then([&] {
+                return launch_kernel(lm_head_softmax_kernel<floatX, softcap.value, extras.value>, N, 512, 0, stream,
+                                     probs, seen, args);
+            });
+            steps.then([&] {
+                return launch_kernel(lm_head_loss_kernel<floatX, softcap.value, extras.value>, grid_size, 256, 0,
+                                     stream, seen, args);
+            });
+            if (!args.dlogits) return steps.error;
+            steps.then([&] {
+                return launch_kernel(lm_head_gradient_kernel<floatX, softcap.value, extras.value>, N, 512, 0, stream,
+                                     probs, seen, args);
+            });
+            return steps.error;
         });
     });
     steps.then([&] { return lm_head_gradients(run, logits, 0, N, 0, stream); });
@@ -1968,9 +1973,9 @@ cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStrea
         steps.then([&] {
             auto look = [&](int tile, cudaStream_t s) {
                 return run.classify(logits(tile), row, rows, [&](const auto &args, auto softcap, auto extras) {
-                    lm_head_statistics_kernel<floatX, softcap.value, extras.value>
-                        <<<rows, block_size, 0, s>>>(seen, args, (unsigned)tile * plan.columns, run.columns_of(tile));
-                    return cudaGetLastError();
+                    return launch_kernel(lm_head_statistics_kernel<floatX, softcap.value, extras.value>, rows,
+                                         block_size, 0, s, seen, args, (unsigned)tile * plan.columns,
+                                         run.columns_of(tile));
                 });
             };
             return lm_head_steps(plan, tiles, stream, make, look, [](int, cudaStream_t) { return cudaSuccess; });
@@ -1987,9 +1992,8 @@ cudaError_t lm_head_by_vocabulary(const LmHeadRun<floatX, gradX> &run, cudaStrea
                 const int tile = tile_of(step);
                 floatX *const x = logits(tile);
                 const cudaError_t error = run.classify(x, row, rows, [&](const auto &args, auto softcap, auto extras) {
-                    lm_head_tile_kernel<floatX, softcap.value, extras.value><<<rows, block_size, 0, s>>>(
-                        gradients, args, (unsigned)tile * plan.columns, run.columns_of(tile));
-                    return cudaGetLastError();
+                    return launch_kernel(lm_head_tile_kernel<floatX, softcap.value, extras.value>, rows, block_size, 0,
+                                         s, gradients, args, (unsigned)tile * plan.columns, run.columns_of(tile));
                 });
                 return error == cudaSuccess ? run.add_dbias(x, row, rows, tile, s) : error;
             };
@@ -2019,9 +2023,8 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
     const LmHeadRun<floatX, gradX> run(plan, args);
     if (!run.possible()) return cudaErrorNotSupported;
     if (args.status) {
-        lm_head_targets_kernel<<<ceil_div((unsigned)p.N, 256u), 256, 0, stream>>>(args.status, args.targets, p.N, p.V,
-                                                                                  p.options.ignore_index);
-        const cudaError_t error = cudaGetLastError();
+        const cudaError_t error = launch_kernel(lm_head_targets_kernel, ceil_div((unsigned)p.N, 256u), 256, 0, stream,
+                                                args.status, args.targets, p.N, p.V, p.options.ignore_index);
         if (error != cudaSuccess) return error;
     }
     if (args.dX && p.V == 0 && p.C > 0) {
@@ -2078,11 +2081,11 @@ cudaError_t lm_head_tune(LmHead &plan, const LmHeadArguments<floatX, gradX> &arg
             float all = 0;
             for (int count = 1;; count *= 2) {
                 bool ran = true;
+                const KeepPendingError keep;  // one that cannot run may leave an error behind
                 if (error == cudaSuccess) error = cudaEventRecord(start, stream);
                 for (int i = 0; i < count && ran; i++) {
                     ran = gemm_run(plan, gemm, d, a, b, logits ? args.bias : nullptr, adds ? 1 : 0, run.workspace,
                                    stream) == cudaSuccess;
-                    cudaGetLastError();  // what one that cannot run may leave behind
                 }
                 if (error == cudaSuccess) error = cudaEventRecord(stop, stream);
                 if (error == cudaSuccess) error = cudaEventSynchronize(stop);

@@ -220,7 +220,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceSynchronize();
 inline cudaError_t cudaCtxResetPersistingL2Cache() { return cudaSuccess; } // there is no L2 to keep lines in
-cudaError_t cudaDeviceReset(); // forgets a sticky error; memory, streams and events stay
+cudaError_t cudaDeviceReset(); // forgets a sticky error and kernels' attributes; memory, streams and events stay
 cudaError_t cudaRuntimeGetVersion(int *version);
 cudaError_t cudaDriverGetVersion(int *version);
 

@@ -1362,13 +1362,6 @@ cudaError_t cudaGetLastError() {
     return error;
 }
 
-cudaError_t cudaDeviceReset() {
-    std::lock_guard<std::mutex> guard(broken_lock);
-    broken = false;
-    last_error = cudaSuccess;
-    return cudaSuccess;
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Streams, events, graphs.
 
@@ -1662,9 +1655,20 @@ cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute
     const bool shared = attribute == cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (shared && (value < 0 || (size_t)value > shared_most)) return done(cudaErrorInvalidValue);
     locked guard(attributes_lock);
-    if (shared) attributes_set[kernel].shared = std::max(shared_default, (size_t)value);
+    if (shared) attributes_set[kernel].shared = (size_t)value;
     if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) attributes_set[kernel].large_clusters = value != 0;
     return done(cudaSuccess);
+}
+
+cudaError_t cudaDeviceReset() {
+    {
+        locked guard(attributes_lock);
+        attributes_set.clear();
+    }
+    std::lock_guard<std::mutex> guard(broken_lock);
+    broken = false;
+    last_error = cudaSuccess;
+    return cudaSuccess;
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel) {
@@ -1718,7 +1722,7 @@ static cudaError_t check_config(const void *kernel, const cudaLaunchConfig_t &wh
 }
 
 static bool shared_fits(const void *kernel, const cudaLaunchConfig_t &where) {
-    return where.dynamicSmemBytes <= shared_default || where.dynamicSmemBytes <= attributes_of(kernel).shared;
+    return where.dynamicSmemBytes <= attributes_of(kernel).shared;
 }
 
 cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, const void *kernel, const cudaLaunchConfig_t *config) {

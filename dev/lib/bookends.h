@@ -12,6 +12,9 @@
  *
  * Errors. A function returns BK_OK or an error. A refused call launches nothing. bk_error_string() names the kind of an
  * error; bk_last_message() names the argument.
+ * The caller's pending CUDA error, which cudaGetLastError() returns, stays pending and is not returned. An error that a
+ * function returns is not left pending, unless it has replaced another one. The current device stays the same. No
+ * attribute of a kernel is lowered.
  *
  * Versions. `version` is the number of a kernel version, as the programs' --list shows them. 0 is the default:
  * deterministic, best over the measured shapes.

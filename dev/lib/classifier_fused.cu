@@ -22,7 +22,7 @@ static int classifier_fused(void *dlogits, float *losses, float *lse, void *prob
     if (N == 0) return BK_OK;
     if (const int error = call.not_null({{"targets", targets}})) return error;
     if (!logits && V > 0) return call.not_null({{"logits", logits}});
-    cudaGetLastError();  // an error that an earlier call left behind is not this launch's
+    const KeepPendingError keep;
     return call.from_cuda(version->launch((floatX *)dlogits, losses, lse, (floatX *)probs, correct,
                                           (const floatX *)logits, targets, dlosses, (status_word *)status, N, V, P,
                                           options, version->block_size, stream));

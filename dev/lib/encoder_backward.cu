@@ -21,7 +21,7 @@ static int encoder_backward(void *dwte, void *dwpe, const void *dout, const int3
         const bool needs_workspace = bk_encoder_backward_workspace_bytes(B, T, C, V, number) > 0;
         if (needs_workspace && !workspace) return call.not_null({{"workspace", workspace}});
     }
-    cudaGetLastError();  // an error that an earlier call left behind is not this launch's
+    const KeepPendingError keep;
     const cudaError_t error =
         version->launch((gradX *)dwte, (gradX *)dwpe, (const floatX *)dout, inp, (status_word *)status, workspace, B, T,
                         C, V, store, version->block_size, stream);

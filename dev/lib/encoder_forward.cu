@@ -18,7 +18,7 @@ static int encoder_forward(void *out, const int32_t *inp, const void *wte, const
     if (B == 0 || T == 0 || C == 0) return BK_OK;
     if (const int error = call.not_null({{"out", out}, {"inp", inp}})) return error;
     if (!wte && V > 0) return call.not_null({{"wte", wte}});
-    cudaGetLastError();  // an error that an earlier call left behind is not this launch's
+    const KeepPendingError keep;
     return call.from_cuda(version->launch((floatX *)out, inp, (const floatX *)wte, (const floatX *)wpe,
                                           (status_word *)status, B, T, C, V, version->block_size, stream));
 }

@@ -62,7 +62,7 @@ extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int fla
     problem.memory = memory;
     problem.version = find_version(lm_head_versions<float, float>, version)->number;
     if (const int error = check_options(call, problem.options)) return error;
-    cudaGetLastError();  // an error that an earlier call left behind is not this call's
+    const KeepPendingError keep;
     bk_lm_head *const made = new (std::nothrow) bk_lm_head{{}, dtype, grad_dtype};
     if (!made) return call.from_cuda(cudaErrorMemoryAllocation);
     int error;
@@ -111,7 +111,7 @@ static int with_plan(const Call &call, const bk_lm_head *plan, LmHeadArguments<v
     if (!plan->plan.can_use(a.workspace)) {
         return call.fail(BK_ERROR_ALIGNMENT, "workspace is not at a multiple of %zu bytes", kWorkspaceAlignment);
     }
-    cudaGetLastError();  // an error that an earlier call left behind is not this launch's
+    const KeepPendingError keep;
     return call.with_type(plan->dtype, [&](auto type) {
         typedef decltype(type) floatX;
         auto with = [&](auto grad) {

@@ -14,7 +14,8 @@ from bookends import ROOT
 
 KERNELS = sorted(path.name for path in ROOT.glob("*.cu"))
 MADE_OF_OTHERS = {"lm_head.cu", "embedding_layer.cu"}
-USES_HOPPER = {"classifier_fused.cu", "lm_head.cu"}
+PARTS = {"classifier_fused.cu": {"parts/hopper.h", "parts/launch.h"}, "encoder_backward.cu": {"parts/launch.h"},
+         "encoder_forward.cu": set(), "lm_head.cu": {"parts/hopper.h", "parts/launch.h"}}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
 CC = shutil.which("gcc") or shutil.which("cc")
@@ -152,6 +153,7 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
 @pytest.mark.parametrize("touched, files", [
     ("common.h", LIBRARY | OBJECTS | BINARIES),
     ("parts/hopper.h", HOPPER),
+    ("parts/launch.h", HOPPER | {"encoder_backward", *objects("encoder_backward")}),
     ("dev/harness.h", OBJECTS | BINARIES),
     ("dev/lib/bookends.h", LIBRARY),
     ("dev/lib/internal.h", LIBRARY),
@@ -251,7 +253,7 @@ def test_the_header_comments_command(name, tmp_path):
     command = re.search(r"Compile: +(nvcc .*)", header).group(1).split()
     assert name in command and "-arch=native" in command
     output = command[command.index("-o") + 1]
-    for needed in ("common.h", "parts/hopper.h", "dev/harness.h", *KERNELS):
+    for needed in ("common.h", "parts/hopper.h", "parts/launch.h", "dev/harness.h", *KERNELS):
         (tmp_path / needed).parent.mkdir(exist_ok=True)
         shutil.copy(str(ROOT / needed), str(tmp_path / needed))
     command = [NVCC if part == "nvcc" else part.replace("native", "sm_90") for part in command]
@@ -526,7 +528,7 @@ def test_kernel_files_are_plain_cuda(name):
     text = (ROOT / name).read_text()
     for word in ("BOOKENDS_CPU_DEVICE", "__CUDACC__", "__CUDA_ARCH__", "cpu::", "dev/cpu", "asm(", "asm volatile"):
         assert word not in text, word
-    assert "<<<" in text
+    assert "launch_kernel(" in text
     for line in re.findall(r"^\s*#\s*(?:if|ifdef|ifndef|elif)\b.*", text, re.M):
         assert "BOOKENDS_NO_MAIN" in line, line
     defined = re.findall(r"^\s*#\s*define\s+(.*)", text, re.M)  # one leaves out the mains of the files it is made of
@@ -538,7 +540,7 @@ def test_kernel_files_include_no_other(name):
     own = [include for include in includes(ROOT / name) if include.startswith('"')]
     kernels = [include.strip('"') for include in own if include.endswith('.cu"')]
     assert name in MADE_OF_OTHERS or not kernels
-    parts = {'"parts/hopper.h"'} if name in USES_HOPPER else set()
+    parts = {'"%s"' % part for part in PARTS[name]}
     assert set(own) - {'"%s"' % kernel for kernel in kernels} == {'"common.h"', '"dev/harness.h"'} | parts
     text = (ROOT / name).read_text()
     assert text.index("BOOKENDS_NO_MAIN") < text.index('"dev/harness.h"') < text.index("int main(")
