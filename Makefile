@@ -53,7 +53,7 @@ CUDA_LIBS = -L$(patsubst %/bin/nvcc,%/lib64,$(realpath $(NVCC))) -lcublasLt -lcu
 STATIC_LIBS = $(if $(filter cuda,$(DEVICE)),$(CUDA_LIBS)) $(SANITIZERS) -lstdc++ -lm -ldl -lpthread
 
 # What multiplies matrices needs cuBLASLt; the CPU device has its own.
-PRODUCTS := $(BUILD)/lm_head $(BUILD)/test/launchers_lm_head $(BUILD)/libbookends.so
+PRODUCTS := $(BUILD)/lm_head $(BUILD)/test/launchers_lm_head $(BUILD)/test/threads $(BUILD)/libbookends.so
 ifeq ($(DEVICE),cuda)
   $(PRODUCTS): LIBS += -lcublasLt
 else
@@ -159,6 +159,8 @@ $(KERNELS:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/%.o $(BUILD)/commit.o $(RUNTIME)
 $(BUILD)/test/%: $(BUILD)/dev/test/%.o $(BUILD)/commit.o $(RUNTIME)
 	@mkdir -p $(@D)
 	$(LINK) $(DYNAMIC) $^ -o $@ $(LIBS)
+
+$(BUILD)/test/threads: $(BUILD)/libbookends.a
 
 $(BUILD)/libbookends.a: $(LIBRARY) $(RUNTIME)
 	rm -f $@

@@ -1,4 +1,5 @@
-// Tests common.h on either device: exit status 0 if all is as it should be, else 1 and a line for each thing amiss.
+// Tests common.h and parts/launch.h on either device: exit status 0 if all is as it should be, else 1 and a line for each thing amiss.
+#include "../../parts/launch.h"
 #include "check.h"
 
 using namespace bookends;
@@ -104,6 +105,64 @@ static void test_host() {
     expect(vector_width(4, 8, memory, memory + 2) == 2 && vector_width(4, 8, memory + 1) == 1, "by address");
 }
 
+__global__ void shared_kernel(int *out, int count) {
+    extern __shared__ int words[];
+    __shared__ int last;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) words[i] = i;
+    __syncthreads();
+    if (threadIdx.x == 0) last = words[count - 1];
+    __syncthreads();
+    *out = last;
+}
+
+// A launch returns its own error only, and leaves a pending one.
+static void test_pending_errors() {
+    const Device<int> out({0});
+    void *memory = nullptr;
+    const cudaError_t pending = cudaMalloc(&memory, (size_t)1 << 60);
+    expect(launch_kernel(shared_kernel, 1, 32, 400, nullptr, out.pointer, 100) == cudaSuccess, "an earlier error");
+    expect(pending != cudaSuccess && cudaGetLastError() == pending, "the pending error does not survive");
+    expect(launch_kernel(shared_kernel, 1, 2000, 400, nullptr, out.pointer, 100) != cudaSuccess, "2000 threads");
+    expect(cudaPeekAtLastError() == cudaSuccess, "a refused launch leaves its error pending");
+}
+
+// A kernel's limit is the device's from the first launch on, and again after a reset, which lowers it.
+static void test_limits() {
+    int most = 0;
+    cuda_check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+    cudaFuncAttributes attributes;
+    cuda_check(cudaFuncGetAttributes(&attributes, shared_kernel));
+    most -= (int)attributes.sharedSizeBytes;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = 1;
+    config.blockDim = 64;
+    for (bool reset : {false, true}) {
+        if (reset) cuda_check(cudaDeviceReset());
+        const Device<int> out({0});
+        for (int bytes : {40 << 10, most, 60 << 10, 4}) {
+            config.dynamicSmemBytes = bytes;
+            const cudaError_t error = launch_kernel(config, shared_kernel, out.pointer, bytes / 4);
+            expect(error == cudaSuccess, "%d bytes, reset %d: %s", bytes, reset, cudaGetErrorString(error));
+            expect(cudaPeekAtLastError() == cudaSuccess, "%d bytes, reset %d: an error is pending", bytes, reset);
+            expect(out.get()[0] == bytes / 4 - 1, "%d bytes, reset %d: %d", bytes, reset, out.get()[0]);
+            cuda_check(cudaFuncGetAttributes(&attributes, shared_kernel));
+            const int limit = attributes.maxDynamicSharedSizeBytes;
+            if (bytes > 48 << 10 || !reset) expect(limit == most, "a limit of %d of %d bytes", limit, most);
+        }
+        config.dynamicSmemBytes = most + 16;
+        expect(launch_kernel(config, shared_kernel, out.pointer, 1) != cudaSuccess, "more than there is");
+        expect(cudaPeekAtLastError() == cudaSuccess, "a refused launch leaves its error pending");
+    }
+    KernelFacts facts;
+    expect(kernel_facts(&facts, shared_kernel) == cudaSuccess && facts.dynamic_shared == most, "facts");
+    expect(facts.multiprocessors > 0, "no multiprocessors");
+    if (!facts.sm_90_code) return;
+    int clusters = -1;
+    expect(active_clusters(&clusters, shared_kernel, 1, 64) == cudaSuccess && clusters > 0, "clusters of 1");
+    expect(active_clusters(&clusters, shared_kernel, 17, 64) == cudaSuccess && clusters == 0, "clusters of 17");
+    expect(cudaPeekAtLastError() == cudaSuccess, "clusters of 17 leave an error");
+}
+
 int main() {
     test_reductions();
     test_packed<float, 1>();
@@ -111,5 +170,7 @@ int main() {
     test_packed<__nv_bfloat16, 1>();
     test_status();
     test_host();
+    test_pending_errors();
+    test_limits();
     return report_failures();
 }

@@ -1,4 +1,4 @@
-"""common.h: the program common.cu checks it, on either device."""
+"""common.h and parts/launch.h: the program common.cu checks them, on either device."""
 
 import bookends
 
