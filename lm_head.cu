@@ -1542,8 +1542,8 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
 // nothing is done. C = 0: the logits are the bias, or 0.
 //
 // Sums over the vocabulary or the rows are made in float, in any order that cuBLASLt's algorithm has, and rounded once:
-// in a dW or dbias of 16 bits, what was there plus the sum over all rows. The same plan gives the same bits each time:
-// its algorithms use no atomics.
+// in a dW or dbias of 16 bits, what was there plus the sum over all rows. The label smoothing term of a loss is rounded
+// once more for each tile of the vocabulary. The same plan gives the same bits each time: its algorithms use no atomics.
 //
 // Nothing is allocated and nobody waited for: a run is launches, in the order of `stream` (those on the plan's own
 // stream begin behind what is in `stream` and end before what follows), so that it can be captured in a CUDA graph.
