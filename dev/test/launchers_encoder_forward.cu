@@ -93,6 +93,19 @@ static void test_results() {
     }
 }
 
+// Grids with one block more than their side along y or z can have: 65536 of 32 threads, or of 16, for versions 4 and 5.
+static void test_edges_of_the_grid() {
+    const int shapes[][4] = {{2097151, 1, 1, 5}, {1, 1, 4194304, 1}, {1, 1, 8388608, 1}};
+    for (const auto &s : shapes) {
+        Problem<float> problem(s[0], s[1], s[2], s[3], 0);
+        for (const auto &version : encoder_forward_versions<float>) {
+            const cudaError_t error = problem.launch(version.launch, 32);
+            expect(error == cudaSuccess, "version %d B=%d C=%d: error %d", version.number, s[0], s[2], (int)error);
+            problem.check(version.number, 32, true);
+        }
+    }
+}
+
 template <typename T>
 static void test_no_work() {
     for (const auto &version : encoder_forward_versions<T>) {
@@ -114,6 +127,7 @@ static void test_no_work() {
 int main() {
     test_results<float>();
     test_results<__nv_bfloat16>();
+    test_edges_of_the_grid();
     test_no_work<float>();
     test_no_work<__nv_bfloat16>();
     return report_failures();
