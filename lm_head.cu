@@ -852,7 +852,7 @@ struct LmHead {
 
     // The workspace: where each part begins, and all of them together.
     size_t logits = 0, probs = 0, seen = 0, gradients = 0, X = 0, dX = 0, dW = 0, dbias = 0, slices = 0, gemm = 0;
-    size_t gemm_bytes = 0, bytes = 0;
+    size_t statistics_bytes = 0, gemm_bytes = 0, bytes = 0;
 
     cublasLtHandle_t handle = nullptr;
     std::vector<Gemm> gemms;
@@ -860,6 +860,7 @@ struct LmHead {
     cudaEvent_t made[2] = {}, done[2] = {};  // of the two tiles that are under way
     cudaError_t error = cudaSuccess;         // what was wrong,
     char what[240] = "";                     // and in words
+    size_t least = 0;                        // bytes that are enough, where the budget was too small
 
     // Of a tile's columns, those that cuBLASLt's product has: a multiple of 8, and the tail has the rest; or all.
     int columns_of(GemmKind kind, int columns) const {
@@ -931,7 +932,7 @@ inline bool lm_head_layout(LmHead &plan) {
     // what follows is there yet when that is done, so it takes the same place.
     plan.gradients = part(plan.by_tiles() && plan.gradient(), std::min(seen, (double)p.N) * sizeof(ClassifierGradient));
     plan.seen = part(plan.way != kLmHeadRows, seen * std::max(sizeof(TiledRow), sizeof(OnlineSoftmax)));
-    const size_t statistics_end = next;
+    plan.statistics_bytes = next;
     if (plan.way == kLmHeadEpilogue) next = plan.seen;
     plan.logits = part(true, plan.buffers * rows * plan.P * lm_head_size(p.type));
     plan.probs = part(plan.way == kLmHeadTextbook, rows * V * sizeof(float));
@@ -941,7 +942,7 @@ inline bool lm_head_layout(LmHead &plan) {
     plan.dbias = part(plan.float_dbias(), V * sizeof(float));
     plan.slices = part(p.dbias, plan.row_slices() * (double)plan.columns * sizeof(float));
     plan.gemm = part(true, (double)plan.gemm_bytes);
-    plan.bytes = std::max(next, statistics_end);
+    plan.bytes = std::max(next, plan.statistics_bytes);
     return possible;
 }
 
@@ -1042,6 +1043,14 @@ inline int even_runs(int rows, int columns, int multiprocessors) {
 inline bool has_epilogue(const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
     return plan.device.has_product && lm_head_size(p.type) == 2 && p.C > 0 && p.options.logit_scale > 0;
+}
+
+// Whether a plan can run with other options than it was made for. What it was chosen by must stay: whether there is a
+// softcap, and the sign of logit_scale.
+inline bool lm_head_takes(const LmHead &plan, const ClassifierOptions &options) {
+    const ClassifierOptions &planned = plan.problem.options;
+    auto sign = [](float scale) { return (scale > 0) - (scale < 0); };
+    return (options.softcap > 0) == (planned.softcap > 0) && sign(options.logit_scale) == sign(planned.logit_scale);
 }
 
 inline double lm_head_cost(const LmHead &plan);
@@ -1506,8 +1515,9 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
             plan.rows = 0;
             if (p.version <= 2)
                 return lm_head_fail(plan, cudaErrorMemoryAllocation, "it takes more scratch than there can be");
+            plan.least = lm_head_least_bytes(p, device);  // with tails or without
             return lm_head_fail(plan, cudaErrorMemoryAllocation, "%zu bytes of scratch are too few: %zu are enough",
-                                p.memory, lm_head_least_bytes(p, device));  // with tails or without
+                                p.memory, plan.least);
         }
         status = lm_head_find_gemms(plan);
     }
@@ -1529,12 +1539,12 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
 // launchers
 
 // A run:  dX (N, C) floatX, dW (V, C) and dbias (V) gradX, to which is added, losses (N) and lse (N) float, which are
-// written (with add_losses, losses are added to); X (N, C), W (V, C) and bias (V) floatX, targets (N) int32, dlosses
-// (N) float; status one status word; workspace plan.bytes, at a multiple of 256; divisor one float. Row-major, device
-// memory, all others aligned to their element only, none overlapping another. Which of dX, dW, dbias and bias there
-// are, the plan says: those are not null, the others are. losses, lse, dlosses (1), status and divisor (1) may be null.
-// What the workspace holds does not matter, before or after. W may be the embedding's table: then dW is its gradient's
-// first part, to which encoder_backward adds the other.
+// written (with options.add_losses, losses are added to); X (N, C), W (V, C) and bias (V) floatX, targets (N) int32,
+// dlosses (N) float; status one status word; workspace plan.bytes, at a multiple of 256. Row-major, device memory, all
+// others aligned to their element only, none overlapping another. Which of dX, dW, dbias and bias there are, the plan
+// says: those are not null, the others are. losses, lse, dlosses (1) and status may be null. What the workspace holds
+// does not matter, before or after. W may be the embedding's table: then dW is its gradient's first part, to which
+// encoder_backward adds the other. options: of this run, if lm_head_takes() them; null: the plan's.
 //
 // Targets, options and rows that are not finite are as in classifier_fused.cu. Rows that are ignored have no part in
 // any gradient, whatever X holds there (unless the problem says that it is finite: then it has to be). A bad target
@@ -1547,8 +1557,8 @@ inline cudaError_t lm_head_create(LmHead &plan, const LmHeadProblem &problem) {
 //
 // Nothing is allocated and nobody waited for: a run is launches, in the order of `stream` (those on the plan's own
 // stream begin behind what is in `stream` and end before what follows), so that it can be captured in a CUDA graph.
-// Returns cudaErrorInvalidValue for pointers that are not as the plan says, cudaErrorMisalignedAddress for such a
-// workspace, or what a launch or cuBLASLt returned.
+// Returns cudaErrorInvalidValue for pointers or options that are not as the plan says, cudaErrorMisalignedAddress for
+// such a workspace, or what a launch or cuBLASLt returned.
 //
 // Sources: chunks of rows with the gradient formed in place of the logits are Liger Kernel's fused linear cross
 // entropy; statistics first, then tiles of the vocabulary whose logits are made again, are Cut Cross-Entropy's (Wijmans
@@ -1563,8 +1573,7 @@ struct LmHeadArguments {
     const float *dlosses;
     status_word *status;
     char *workspace;
-    const float *divisor = nullptr;  // as in ClassifierOptions: a run's, whatever the plan's options have
-    bool add_losses = false;
+    const ClassifierOptions *options = nullptr;  // null: the plan's
 };
 
 template <typename floatX, typename gradX>
@@ -1581,9 +1590,10 @@ struct LmHeadRun {
     bool aligned;
 
     LmHeadRun(const LmHead &plan, const LmHeadArguments<floatX, gradX> &args)
-        : plan(plan), args(args), workspace(args.workspace), options(plan.problem.options) {
-        options.divisor = args.divisor;
-        options.add_losses = args.add_losses;
+        : plan(plan),
+          args(args),
+          workspace(args.workspace),
+          options(args.options ? *args.options : plan.problem.options) {
         const size_t C = plan.problem.C;
         uintptr_t all = (uintptr_t)args.X | (uintptr_t)args.W | (uintptr_t)args.bias | (uintptr_t)args.dX;
         all |= (uintptr_t)args.dW;
@@ -2021,10 +2031,11 @@ cudaError_t lm_head(const LmHead &plan, const LmHeadArguments<floatX, gradX> &ar
     if (!as_planned || !has_inputs || lm_head_size(p.type) != sizeof(floatX)) return cudaErrorInvalidValue;
     if (!plan.can_use(args.workspace)) return cudaErrorMisalignedAddress;
     const LmHeadRun<floatX, gradX> run(plan, args);
+    if (!valid_options(run.options) || !lm_head_takes(plan, run.options)) return cudaErrorInvalidValue;
     if (!run.possible()) return cudaErrorNotSupported;
     if (args.status) {
         const cudaError_t error = launch_kernel(lm_head_targets_kernel, ceil_div((unsigned)p.N, 256u), 256, 0, stream,
-                                                args.status, args.targets, p.N, p.V, p.options.ignore_index);
+                                                args.status, args.targets, p.N, p.V, run.options.ignore_index);
         if (error != cudaSuccess) return error;
     }
     if (args.dX && p.V == 0 && p.C > 0) {

@@ -65,6 +65,8 @@ extern "C" const char *bk_error_string(int error) {
             return "the budget for scratch memory is too small";
         case BK_ERROR_ALIGNMENT:
             return "the workspace is not at a multiple of 256 bytes";
+        case BK_ERROR_TUNING:
+            return "the tuning results are damaged, or of another plan, device or cuBLASLt";
         default:
             return error > BK_ERROR_CUDA ? cudaGetErrorString((cudaError_t)(error - BK_ERROR_CUDA)) : "no such error";
     }

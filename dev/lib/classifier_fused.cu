@@ -1,4 +1,4 @@
-// bk_classifier_fused: argument checks, and from a bk_dtype and a version number to a launcher.
+// bk_classifier_...: argument checks, and from a bk_dtype and a version number to a launcher.
 #define BOOKENDS_NO_MAIN
 #include "../../classifier_fused.cu"
 
@@ -34,10 +34,20 @@ extern "C" int bk_classifier_fused(void *dlogits, float *losses, float *lse, voi
                                    int version, bk_stream stream) {
     if (const int error = call.not_negative({{"N", N}, {"V", V}})) return error;
     if (P < V) return call.fail(BK_ERROR_SHAPE, "P is %d, less than V, %d", P, V);
+    if (const int error = check_options(call, options)) return error;
     const ClassifierOptions o = options_of(options);
-    if (const int error = check_options(call, o)) return error;
     return call.with_type(dtype, [=](auto type) {
         return classifier_fused<decltype(type)>(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status,
                                                 N, V, P, o, version, stream);
     });
+}
+
+extern "C" int bk_classifier_totals(float *rows, float *total, const int32_t *targets, const float *losses, int N,
+                                    int32_t ignore_index, bk_stream stream) {
+    static constexpr Call totals = {"bk_classifier_totals"};
+    if (const int error = totals.not_negative({{"N", N}})) return error;
+    if (N > 0 && rows && !targets) return totals.not_null({{"targets", targets}});
+    if (N > 0 && total && !losses) return totals.not_null({{"losses", losses}});
+    const KeepPendingError keep;
+    return totals.from_cuda(classifier_totals(rows, total, targets, losses, N, ignore_index, stream));
 }

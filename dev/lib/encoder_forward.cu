@@ -12,7 +12,9 @@ template <typename floatX>
 static int encoder_forward(void *out, const int32_t *inp, const void *wte, const void *wpe, int64_t *status, int B,
                            int T, int C, int V, int number, cudaStream_t stream) {
     // Rows of odd length: version 4 gives the same bits as 5, and takes 4% less time (H200, bf16, C 769).
-    if (number == 0 && sizeof(floatX) == 2 && vector_width(2, C, (floatX *)out, (const floatX *)wte, (const floatX *)wpe) == 1) number = 4;
+    if (number == 0 && sizeof(floatX) == 2 &&
+        vector_width(2, C, (floatX *)out, (const floatX *)wte, (const floatX *)wpe) == 1)
+        number = 4;
     const auto *version = find_version(encoder_forward_versions<floatX>, number);
     if (version == nullptr) return call.no_version(number);
     if (B == 0 || T == 0 || C == 0) return BK_OK;

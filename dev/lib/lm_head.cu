@@ -20,32 +20,43 @@ extern "C" void bk_lm_head_destroy(bk_lm_head *plan) {
     delete plan;
 }
 
-// The plan's error; its words go by way of the plan.
-static int make_plan(const Call &call, LmHead &plan, LmHeadProblem problem) {
-    const size_t memory = problem.memory;
+// Makes the plan within so many bytes; 0: within a share of the logits, or what makes sense. least: null, or the bytes
+// that suffice if these do not.
+static int make_plan(const Call &call, LmHead &plan, LmHeadProblem problem, size_t memory, double share,
+                     size_t *least) {
+    const double of_logits = (share > 0 ? share : 0.25) * lm_head_logits_bytes(problem);
     problem.enough = memory == 0;
-    if (problem.enough) problem.memory = (size_t)(lm_head_logits_bytes(problem) / 4);
+    problem.memory = problem.enough ? (size_t)std::min(of_logits, 0x1p62) : memory;
     const cudaError_t error = lm_head_create(plan, problem);
-    if (error == cudaErrorMemoryAllocation && plan.rows == 0) return call.fail(BK_ERROR_MEMORY, "%s", plan.what);
+    const bool too_few = error == cudaErrorMemoryAllocation && plan.rows == 0;
+    const bool too_many = error == cudaSuccess && memory > 0 && plan.bytes > memory;  // versions 1 and 2
+    if (least && (too_few || too_many)) *least = too_few ? plan.least : plan.bytes;
+    if (too_few) return call.fail(BK_ERROR_MEMORY, "%s", plan.what);
     if (error != cudaSuccess) return call.fail(BK_ERROR_CUDA + (int)error, "%s", plan.what);
-    if (memory == 0 || plan.bytes <= memory) return BK_OK;
+    if (!too_many) return BK_OK;
     return call.fail(BK_ERROR_MEMORY, "%zu bytes of scratch are too few: %zu are enough", memory, plan.bytes);
 }
 
 extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int flags,
-                                 const bk_classifier_options *options, size_t memory, bk_dtype dtype,
-                                 bk_dtype grad_dtype, int version) {
+                                 const bk_classifier_options *options, size_t memory, double share, bk_dtype dtype,
+                                 bk_dtype grad_dtype, int version, size_t *least) {
     static constexpr Call call = {"bk_lm_head_create"};
+    if (least) *least = 0;
     if (!plan) return call.not_null({{"plan", plan}});
     *plan = nullptr;
     if (const int error = call.not_negative({{"N", N}, {"C", C}, {"V", V}})) return error;
     if (lm_head_pad(V) > INT32_MAX) return call.fail(BK_ERROR_SHAPE, "V is %d, which is too large", V);
-    if (flags & ~31) return call.fail(BK_ERROR_FLAGS, "flags is %d", flags);
+    if (flags & ~63) return call.fail(BK_ERROR_FLAGS, "flags is %d", flags);
     if (dtype < BK_FP32 || dtype > BK_BF16) return call.fail(BK_ERROR_DTYPE, "there is no dtype %d", dtype);
     if (grad_dtype != dtype && grad_dtype != BK_FP32) {
         return call.fail(BK_ERROR_DTYPE, "grad_dtype is %d: neither dtype, %d, nor BK_FP32", grad_dtype, dtype);
     }
     if (!find_version(lm_head_versions<float, float>, version)) return call.no_version(version);
+    if (const int error = check_options(call, options)) return error;
+    if (!(share >= 0) || std::isinf(share)) return call.fail(BK_ERROR_OPTIONS, "share is %g", share);
+    if (memory > 0 && share > 0) {
+        return call.fail(BK_ERROR_OPTIONS, "memory is %zu and share %g: one of them must be 0", memory, share);
+    }
     const cudaDataType_t types[] = {CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF};
     LmHeadProblem problem;
     problem.N = N;
@@ -58,16 +69,15 @@ extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int fla
     problem.dbias = (flags & BK_LM_HEAD_DBIAS) && V > 0;
     problem.bias = (flags & BK_LM_HEAD_BIAS) && V > 0;
     problem.tf32 = (flags & BK_LM_HEAD_TF32) && dtype == BK_FP32;
+    problem.finite = (flags & BK_LM_HEAD_FINITE) != 0;
     problem.options = options_of(options);
-    problem.memory = memory;
     problem.version = find_version(lm_head_versions<float, float>, version)->number;
-    if (const int error = check_options(call, problem.options)) return error;
     const KeepPendingError keep;
     bk_lm_head *const made = new (std::nothrow) bk_lm_head{{}, dtype, grad_dtype};
     if (!made) return call.from_cuda(cudaErrorMemoryAllocation);
     int error;
     try {
-        error = make_plan(call, made->plan, problem);
+        error = make_plan(call, made->plan, problem, memory, share, least);
     } catch (const std::bad_alloc &) {
         error = call.from_cuda(cudaErrorMemoryAllocation);
     }
@@ -80,6 +90,148 @@ extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int fla
 }
 
 extern "C" size_t bk_lm_head_workspace_bytes(const bk_lm_head *plan) { return plan ? plan->plan.bytes : 0; }
+
+extern "C" int bk_lm_head_describe(const bk_lm_head *plan, bk_lm_head_description *description, size_t size) {
+    static constexpr Call call = {"bk_lm_head_describe"};
+    if (const int error = call.not_null({{"plan", plan}, {"description", description}})) return error;
+    const LmHead &p = plan->plan;
+    const char *const ways[] = {"textbook", "rows", "vocabulary", "epilogue"};
+    const double all = lm_head_logits_bytes(p.problem);
+    bk_lm_head_description d = {};
+    d.way = ways[p.way];
+    d.version = p.problem.version;
+    d.rows = p.rows;
+    d.columns = p.columns;
+    d.buffers = p.buffers;
+    d.overlaps = p.overlap;
+    d.share = all > 0 ? p.bytes / all : 0;
+    d.bytes = p.bytes;
+    d.statistics_bytes = p.statistics_bytes;
+    d.logits_bytes = p.probs - p.logits;  // a part ends where the next one begins
+    d.probs_bytes = p.X - p.probs;
+    d.X_bytes = p.dX - p.X;
+    d.dX_bytes = p.dW - p.dX;
+    d.dW_bytes = p.dbias - p.dW;
+    d.dbias_bytes = p.gemm - p.dbias;
+    d.gemm_bytes = p.gemm_bytes;
+    memcpy(description, &d, std::min(size, sizeof(d)));
+    return BK_OK;
+}
+
+// A blob of tuning results: what they are for, then the algorithm of each product, then a checksum of both.
+struct TuningHeader {
+    char magic[8];
+    uint64_t cublas, multiprocessors, compute_capability, bytes, gemm_bytes;
+    char device[sizeof(cudaDeviceProp::name)];
+    int32_t sizes[4], types[2], gradients[2], cut[6], version, products;
+};
+struct TuningProduct {
+    int32_t kind, rows, columns, aligned;
+    cublasLtMatmulAlgo_t algorithm;  // the same version of cuBLASLt takes it again, as its documentation says
+};
+
+static uint64_t checksum(const void *bytes, size_t count) {
+    uint64_t sum = count;
+    for (size_t i = 0; i < count; i++) sum = mix64(sum ^ ((const unsigned char *)bytes)[i]);
+    return sum;
+}
+
+static cudaError_t describe_tuning(TuningHeader &header, const LmHead &plan) {
+    const LmHeadProblem &p = plan.problem;
+    int device = 0;
+    cudaDeviceProp about;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaGetDeviceProperties(&about, device);
+    if (error != cudaSuccess) return error;
+    memset(&header, 0, sizeof(header));
+    memcpy(header.magic, "bktune1", 8);
+    header.cublas = cublasLtGetVersion();
+    header.multiprocessors = about.multiProcessorCount;
+    header.compute_capability = 10 * about.major + about.minor;
+    header.bytes = plan.bytes;
+    header.gemm_bytes = plan.gemm_bytes;
+    memcpy(header.device, about.name, strnlen(about.name, sizeof(about.name)));
+    const int32_t sizes[] = {p.N, p.C, p.V, plan.P}, types[] = {p.type, p.gradient_type};
+    const int32_t gradients[] = {p.dX, p.dW | p.bias << 1 | p.dbias << 2 | p.tf32 << 3 | p.finite << 4};
+    const int32_t cut[] = {plan.way, plan.rows, plan.columns, plan.buffers, plan.overlap, plan.device.ragged};
+    memcpy(header.sizes, sizes, sizeof(sizes));
+    memcpy(header.types, types, sizeof(types));
+    memcpy(header.gradients, gradients, sizeof(gradients));
+    memcpy(header.cut, cut, sizeof(cut));
+    header.version = p.version;
+    header.products = (int32_t)plan.gemms.size();
+    return cudaSuccess;
+}
+
+extern "C" size_t bk_lm_head_tuning_bytes(const bk_lm_head *plan) {
+    if (!plan) return 0;
+    return sizeof(TuningHeader) + plan->plan.gemms.size() * sizeof(TuningProduct) + sizeof(uint64_t);
+}
+
+extern "C" int bk_lm_head_save_tuning(const bk_lm_head *plan, void *blob, size_t bytes) {
+    static constexpr Call call = {"bk_lm_head_save_tuning"};
+    if (const int error = call.not_null({{"plan", plan}, {"blob", blob}})) return error;
+    const size_t needed = bk_lm_head_tuning_bytes(plan);
+    if (bytes < needed) return call.fail(BK_ERROR_SHAPE, "bytes is %zu: the blob takes %zu", bytes, needed);
+    const KeepPendingError keep;
+    TuningHeader header;
+    const cudaError_t error = describe_tuning(header, plan->plan);
+    if (error != cudaSuccess) return call.from_cuda(error);
+    char *next = (char *)blob;
+    auto put = [&](const auto &part) {
+        memcpy(next, &part, sizeof(part));
+        next += sizeof(part);
+    };
+    put(header);
+    for (const Gemm &gemm : plan->plan.gemms) {
+        TuningProduct product = {gemm.kind, gemm.rows, gemm.columns, gemm.aligned, {}};
+        if (!gemm.candidates.empty()) product.algorithm = gemm.candidates[gemm.chosen].algo;
+        put(product);
+    }
+    put(checksum(blob, next - (char *)blob));
+    return BK_OK;
+}
+
+extern "C" int bk_lm_head_restore_tuning(bk_lm_head *plan, const void *blob, size_t bytes) {
+    static constexpr Call call = {"bk_lm_head_restore_tuning"};
+    if (const int error = call.not_null({{"plan", plan}, {"blob", blob}})) return error;
+    const size_t needed = bk_lm_head_tuning_bytes(plan);
+    if (bytes != needed) return call.fail(BK_ERROR_TUNING, "bytes is %zu: this plan's blobs take %zu", bytes, needed);
+    const char *next = (const char *)blob;
+    auto get = [&](auto &part) {
+        memcpy(&part, next, sizeof(part));
+        next += sizeof(part);
+    };
+    const KeepPendingError keep;
+    TuningHeader wanted, header;
+    const cudaError_t error = describe_tuning(wanted, plan->plan);
+    if (error != cudaSuccess) return call.from_cuda(error);
+    get(header);
+    if (memcmp(&header, &wanted, sizeof(header)) != 0) {
+        return call.fail(BK_ERROR_TUNING, "the blob is of another plan, device or version of cuBLASLt, or damaged");
+    }
+    uint64_t sum;
+    memcpy(&sum, (const char *)blob + bytes - sizeof(sum), sizeof(sum));
+    if (sum != checksum(blob, bytes - sizeof(sum))) return call.fail(BK_ERROR_TUNING, "the blob is damaged");
+    // Only an algorithm that cuBLASLt proposed for this plan is ever run. All are found before one is chosen.
+    std::vector<Gemm> &gemms = plan->plan.gemms;
+    std::vector<size_t> chosen;
+    for (const Gemm &gemm : gemms) {
+        TuningProduct product;
+        get(product);
+        const bool same = product.kind == gemm.kind && product.rows == gemm.rows && product.columns == gemm.columns &&
+                          product.aligned == gemm.aligned;
+        const auto found = std::find_if(gemm.candidates.begin(), gemm.candidates.end(), [&](const auto &candidate) {
+            return memcmp(&candidate.algo, &product.algorithm, sizeof(product.algorithm)) == 0;
+        });
+        if (!same || (found == gemm.candidates.end() && !gemm.candidates.empty())) {
+            return call.fail(BK_ERROR_TUNING, "cuBLASLt does not propose an algorithm of the blob");
+        }
+        chosen.push_back(found - gemm.candidates.begin());
+    }
+    for (size_t i = 0; i < gemms.size(); i++) gemms[i].chosen = gemms[i].candidates.empty() ? 0 : chosen[i];
+    return BK_OK;
+}
 
 // BK_OK if a pointer is there or not, as the plan says.
 static int as_planned(const Call &call, const char *name, const void *pointer, bool wanted) {
@@ -116,9 +268,19 @@ static int with_plan(const Call &call, const bk_lm_head *plan, LmHeadArguments<v
         typedef decltype(type) floatX;
         auto with = [&](auto grad) {
             typedef decltype(grad) gradX;
-            const LmHeadArguments<floatX, gradX> args = {
-                (floatX *)a.dX,      (gradX *)a.dW,          (gradX *)a.dbias, a.losses,  a.lse,    (const floatX *)a.X,
-                (const floatX *)a.W, (const floatX *)a.bias, a.targets,        a.dlosses, a.status, a.workspace};
+            const LmHeadArguments<floatX, gradX> args = {(floatX *)a.dX,
+                                                         (gradX *)a.dW,
+                                                         (gradX *)a.dbias,
+                                                         a.losses,
+                                                         a.lse,
+                                                         (const floatX *)a.X,
+                                                         (const floatX *)a.W,
+                                                         (const floatX *)a.bias,
+                                                         a.targets,
+                                                         a.dlosses,
+                                                         a.status,
+                                                         a.workspace,
+                                                         a.options};
             const cudaError_t error = run(args);
             const char *const what = plan->plan.what;  // why a product is missing
             if (error != cudaErrorNotSupported || what[0] == 0) return call.from_cuda(error);
@@ -131,16 +293,28 @@ static int with_plan(const Call &call, const bk_lm_head *plan, LmHeadArguments<v
 extern "C" int bk_lm_head_tune(bk_lm_head *plan, void *dX, void *dW, const void *X, const void *W, const void *bias,
                                void *workspace, bk_stream stream) {
     static constexpr Call call = {"bk_lm_head_tune"};
-    const LmHeadArguments<void, void> given = {dX, dW,   nullptr, nullptr, nullptr, X,
-                                               W,  bias, nullptr, nullptr, nullptr, (char *)workspace};
+    const LmHeadArguments<void, void> given = {dX,   dW,      nullptr, nullptr, nullptr,           X,      W,
+                                               bias, nullptr, nullptr, nullptr, (char *)workspace, nullptr};
     return with_plan(call, plan, given, true, [=](const auto &args) { return lm_head_tune(plan->plan, args, stream); });
 }
 
 extern "C" int bk_lm_head_run(const bk_lm_head *plan, void *dX, void *dW, void *dbias, float *losses, float *lse,
                               const void *X, const void *W, const void *bias, const int32_t *targets,
-                              const float *dlosses, int64_t *status, void *workspace, bk_stream stream) {
+                              const float *dlosses, int64_t *status, const bk_classifier_options *options,
+                              void *workspace, bk_stream stream) {
     static constexpr Call call = {"bk_lm_head_run"};
+    if (const int error = check_options(call, options)) return error;
+    const ClassifierOptions own = options_of(options);
+    if (plan && options && !lm_head_takes(plan->plan, own)) {
+        const ClassifierOptions &planned = plan->plan.problem.options;
+        return call.fail(
+            BK_ERROR_OPTIONS,
+            "logit_scale is %g and softcap %g, the plan was made for %g and %g: the sign of the former, and "
+            "whether the latter is 0, must stay",
+            own.logit_scale, own.softcap, planned.logit_scale, planned.softcap);
+    }
+    const ClassifierOptions *const of_run = options ? &own : nullptr;
     const LmHeadArguments<void, void> given = {
-        dX, dW, dbias, losses, lse, X, W, bias, targets, dlosses, (status_word *)status, (char *)workspace};
+        dX, dW, dbias, losses, lse, X, W, bias, targets, dlosses, (status_word *)status, (char *)workspace, of_run};
     return with_plan(call, plan, given, false, [=](const auto &args) { return lm_head(plan->plan, args, stream); });
 }

@@ -29,7 +29,8 @@ needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
 
 OK, ERROR_NULL, ERROR_SHAPE, ERROR_DTYPE, ERROR_VERSION, ERROR_CUDA = 0, 1, 2, 3, 4, 1000
 ERROR_UNSUPPORTED, ERROR_FLAGS, ERROR_OPTIONS, ERROR_MEMORY, ERROR_NOT_NULL, ERROR_ALIGNMENT = 5, 6, 7, 8, 9, 10
-OVERWRITE, STOCHASTIC = 1, 2  # flags
+ERROR_TUNING = 11
+OVERWRITE, STOCHASTIC, ADD_LOSSES = 1, 2, 4  # flags
 WANT_DX, WANT_DW, WANT_DBIAS, HAS_BIAS, TF32 = 1, 2, 4, 8, 16  # those of bk_lm_head_create
 INT_MIN, INT_MAX = -2**31, 2**31 - 1
 
@@ -237,11 +238,17 @@ def library():
                 ("bk_encoder_backward_workspace_bytes", ctypes.c_size_t, *[integer] * 5),
                 ("bk_encoder_backward", integer, *[pointer] * 6, *[integer] * 7, ctypes.c_uint64, integer, pointer),
                 ("bk_classifier_fused", integer, *[pointer] * 9, *[integer] * 3, pointer, *[integer] * 2, pointer),
-                ("bk_lm_head_create", integer, pointer, *[integer] * 4, pointer, ctypes.c_size_t, *[integer] * 3),
+                ("bk_classifier_totals", integer, *[pointer] * 4, *[integer] * 2, pointer),
+                ("bk_lm_head_create", integer, pointer, *[integer] * 4, pointer, ctypes.c_size_t, ctypes.c_double,
+                 *[integer] * 3, pointer),
                 ("bk_lm_head_destroy", None, pointer),
                 ("bk_lm_head_workspace_bytes", ctypes.c_size_t, pointer),
+                ("bk_lm_head_describe", integer, pointer, pointer, ctypes.c_size_t),
                 ("bk_lm_head_tune", integer, *[pointer] * 8),
-                ("bk_lm_head_run", integer, *[pointer] * 14)):
+                ("bk_lm_head_tuning_bytes", ctypes.c_size_t, pointer),
+                ("bk_lm_head_save_tuning", integer, pointer, pointer, ctypes.c_size_t),
+                ("bk_lm_head_restore_tuning", integer, pointer, pointer, ctypes.c_size_t),
+                ("bk_lm_head_run", integer, *[pointer] * 15)):
             function = getattr(_library, name)
             function.restype, function.argtypes = result, arguments
     return _library
@@ -306,10 +313,15 @@ def encoder_backward(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, dtype
 class ClassifierOptions(ctypes.Structure):
     """bk_classifier_options, with its defaults."""
     _fields_ = [*[(name, ctypes.c_float) for name in ("dloss", "logit_scale", "softcap", "label_smoothing", "z_loss")],
-                ("ignore_index", ctypes.c_int32)]
+                ("ignore_index", ctypes.c_int32), ("divisor", ctypes.c_void_p), ("flags", ctypes.c_int32),
+                ("reserved", ctypes.c_int32 * 7)]
 
-    def __init__(self, dloss=1, logit_scale=1, softcap=0, label_smoothing=0, z_loss=0, ignore_index=-100):
-        super().__init__(dloss, logit_scale, softcap, label_smoothing, z_loss, ignore_index)
+    def __init__(self, dloss=1, logit_scale=1, softcap=0, label_smoothing=0, z_loss=0, ignore_index=-100, divisor=None,
+                 flags=0):
+        """divisor: an Array."""
+        super().__init__(dloss, logit_scale, softcap, label_smoothing, z_loss, ignore_index,
+                         divisor and divisor.pointer, flags)
+        self.keeps = divisor
 
 
 def classifier_fused(dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options, dtype,
@@ -320,21 +332,54 @@ def classifier_fused(dlogits, losses, lse, probs, correct, logits, targets, dlos
     return code, _word(status, stream)
 
 
-def lm_head_create(N, C, V, flags, options, memory, dtype, grad_dtype, version=0):
-    """bk_lm_head_create: (error code, plan or None)."""
+def classifier_totals(rows, total, targets, losses, N, ignore_index=-100, stream=None):
+    return _call("bk_classifier_totals", (rows, total, targets, losses), N, ignore_index, stream)
+
+
+def lm_head_create(N, C, V, flags, options, memory, dtype, grad_dtype, version=0, share=0.0, least=None):
+    """bk_lm_head_create: (error code, plan or None); least: a c_size_t."""
     plan = ctypes.c_void_p(1)
     code = library().bk_lm_head_create(ctypes.byref(plan), N, C, V, flags,
-                                       None if options is None else ctypes.byref(options), memory,
+                                       None if options is None else ctypes.byref(options), memory, share,
                                        *[getattr(argument, "code", argument) for argument in (dtype, grad_dtype)],
-                                       version)
+                                       version, None if least is None else ctypes.byref(least))
     return code, plan.value
 
 
-def lm_head_run(plan, dX, dW, dbias, losses, lse, X, W, bias, targets, dlosses, status, workspace, stream=None):
-    """bk_lm_head_run, in the same way as the others; workspace may be an address."""
+class LmHeadDescription(ctypes.Structure):
+    """bk_lm_head_description."""
+    _fields_ = [("way", ctypes.c_char_p),
+                *[(name, ctypes.c_int32) for name in ("version", "rows", "columns", "buffers", "overlaps")],
+                ("share", ctypes.c_double),
+                *[(name, ctypes.c_size_t) for name in ("bytes", "logits_bytes", "statistics_bytes", "probs_bytes",
+                                                       "X_bytes", "dX_bytes", "dW_bytes", "dbias_bytes", "gemm_bytes")]]
+
+
+def lm_head_describe(plan):
+    description = LmHeadDescription()
+    assert library().bk_lm_head_describe(plan, ctypes.byref(description), ctypes.sizeof(description)) == OK
+    return description
+
+
+def lm_head_save_tuning(plan):
+    """The blob, as bytes."""
+    blob = ctypes.create_string_buffer(library().bk_lm_head_tuning_bytes(plan))
+    assert library().bk_lm_head_save_tuning(plan, blob, len(blob)) == OK
+    return blob.raw
+
+
+def lm_head_restore_tuning(plan, blob):
+    return library().bk_lm_head_restore_tuning(plan, blob, len(blob))
+
+
+def lm_head_run(plan, dX, dW, dbias, losses, lse, X, W, bias, targets, dlosses, status, workspace, stream=None,
+                options=None):
+    """bk_lm_head_run, in the same way as the others; workspace may be an address; options: ClassifierOptions."""
     arrays = (dX, dW, dbias, losses, lse, X, W, bias, targets, dlosses, status, workspace)
     with forbidden([array for array in arrays if isinstance(array, Array)]):
-        code = library().bk_lm_head_run(plan, *[getattr(array, "pointer", array) for array in arrays], stream)
+        *pointers, last = [getattr(array, "pointer", array) for array in arrays]
+        code = library().bk_lm_head_run(plan, *pointers, None if options is None else ctypes.byref(options), last,
+                                        stream)
     return code, _word(status, stream)
 
 

@@ -451,7 +451,7 @@ def test_error_strings():
     assert bookends.error_string(bookends.ERROR_CUDA + 9) == "invalid configuration argument"
     assert "must be null" in bookends.error_string(bookends.ERROR_NOT_NULL)
     assert "256" in bookends.error_string(bookends.ERROR_ALIGNMENT)
-    for code in (-1, 11, 999, INT_MIN):
+    for code in (-1, 12, 999, INT_MIN):
         assert "no such error" in bookends.error_string(code)
     for code in (1000, 1999, 2000, INT_MAX):
         assert bookends.error_string(code)

@@ -654,13 +654,13 @@ def test_bad_arguments():
         return code
     for negative in (dict(N=-1), dict(C=-1), dict(V=-1), dict(V=INT_MAX)):
         assert create(**negative) == bookends.ERROR_SHAPE
-    for flags in (32, -1, 1 << 20):
+    for flags in (64, -1, 1 << 20):
         assert create(flags=flags) == bookends.ERROR_FLAGS
     assert create(dtype=3) == create(dtype=-1, grad=-1) == create(grad=FP16) == create(dtype=FP32, grad=BF16) == \
         bookends.ERROR_DTYPE
     assert create(version=7) == create(version=-1) == bookends.ERROR_VERSION
     assert create(options=ClassifierOptions(label_smoothing=1.5)) == bookends.ERROR_OPTIONS
-    assert bookends.library().bk_lm_head_create(None, 1, 1, 1, 0, None, 0, 0, 0, 0) == bookends.ERROR_NULL
+    assert bookends.library().bk_lm_head_create(None, 1, 1, 1, 0, None, 0, 0.0, 0, 0, 0, None) == bookends.ERROR_NULL
     assert bookends.library().bk_lm_head_workspace_bytes(None) == 0
     bookends.library().bk_lm_head_destroy(None)
 
