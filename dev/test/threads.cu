@@ -165,7 +165,7 @@ static Call lm_head_call(int N, int C, int V, bk_dtype dtype, int version) {
     Call call{text("bk_lm_head_run version %d, N %d, C %d, V %d", version, N, C, V)};
     bk_lm_head *plan = nullptr;
     const int error = bk_lm_head_create(&plan, N, C, V, BK_LM_HEAD_DX | BK_LM_HEAD_DW, nullptr,
-                                        version < 3 ? 0 : 1 << 26, dtype, BK_FP32, version);
+                                        version < 3 ? 0 : 1 << 26, 0, dtype, BK_FP32, version, nullptr);
     expect(error == BK_OK, "%s: no plan: %s", call.name.c_str(), bk_last_message());
     call.plan.reset(plan, bk_lm_head_destroy);
     void *const dX = call.add_output((size_t)N * C * size_of(dtype)), *const dW = call.add_output((size_t)V * C * 4);
@@ -174,7 +174,7 @@ static Call lm_head_call(int N, int C, int V, bk_dtype dtype, int version) {
     void *const workspace = call.add(std::vector<unsigned char>(bk_lm_head_workspace_bytes(plan), 0xff));
     call.run = [=](cudaStream_t stream) {
         return bk_lm_head_run(plan, dX, dW, nullptr, (float *)losses, nullptr, X, W, nullptr, (int32_t *)targets,
-                              nullptr, nullptr, workspace, stream);
+                              nullptr, nullptr, nullptr, workspace, stream);
     };
     return call;
 }
