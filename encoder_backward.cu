@@ -14,6 +14,8 @@ version 4  grouped: positions are grouped by id; 16 threads add up a group and w
 version 5  slices: a slice of the columns at a time: the L2 still holds what dwpe has read when dwte reads it again
 version 6  overlap: dwpe begins while the positions are being grouped
 
+Includes common.h, parts/group_positions.h (the grouping) and parts/launch.h.
+
 Compile:  nvcc -O3 -arch=native encoder_backward.cu -o encoder_backward
 Run:      ./encoder_backward           the default: deterministic, best over the measured shapes
           ./encoder_backward 3         version 3 at every block size
@@ -21,6 +23,7 @@ Run:      ./encoder_backward           the default: deterministic, best over the
           ./encoder_backward --help
 */
 #include "common.h"
+#include "parts/group_positions.h"
 #include "parts/launch.h"
 
 #include <cmath>
@@ -142,306 +145,24 @@ __global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX 
     }
 }
 
-// ---- grouping the positions by id ----
+// ---- grouped: adding up what parts/group_positions.h has grouped ----
 
 // Kernel 3 sends N*C elements to the L2 as atomics, twice. If it is known which positions hold an id, their rows of
 // dout can be added up in registers: dwte then sees each of its rows once each way, as plain loads and stores, and the
-// order is fixed. To know it takes two small kernels over the ids (4 bytes a position, where dout has 2*C), much like a
-// radix sort. For the ids 7 3 7 9 7 at the positions 0 to 4:
-//
-//   tile kernel   equal ids of a warp become runs:  7 at {0,2,4}, 3 at {1}, 9 at {3}; dealt out to bins by their id
-//   bin kernel    runs of an id become its group:   3: {1}   7: {0,2,4}   9: {3}
-//   kernel 4      a team of 16 lanes takes a group: dwte[7] += dout[0] + dout[2] + dout[4]
-//
-// A tile is kTile neighbouring positions, a bin up to kBinIds ids; a run is one id's positions in a warp of a tile, a
-// group all of its positions. A short group is one team's work; a long one is cut into pieces.
-
-// A group is the positions that hold one id, in ascending order. Groups of 2*kPiece and more are cut, so that one hot id
-// is work for many: every piece but the last has kPiece positions, and the last one up to 2*kPiece - 1.
-constexpr int kPiece = 32;
-static_assert(kPiece >= kWarpSize, "a run, which is a warp's at most, begins one piece at most");
-__host__ __device__ inline int pieces_of(int length) { return length < 2 * kPiece ? 1 : length / kPiece; }
+// order is fixed. To know it takes two small kernels over the ids (4 bytes a position, where dout has 2*C). Then, for
+// the ids 7 3 7 9 7, kernel 4 has a team of 16 lanes for each group: dwte[7] += dout[0] + dout[2] + dout[4], and so on.
+// A short group is one team's work; a long one is cut into pieces.
 
 // dwpe's sums over b are cut in the same way, in longer pieces: rows of dout that lie T apart are found without a list.
 constexpr int kBatchPiece = 64;
 __host__ __device__ inline int batch_pieces(int B) { return B < 2 * kBatchPiece ? 1 : B / kBatchPiece; }
 
-// Ids are dealt out to bins, each of which fits into the shared memory of a block: first by their remainder by the
-// number of buckets, a power of two, so that neighbouring (often similarly frequent) ids go to different ones; then, in
-// vocabularies beyond kMaxBuckets * kBinIds, by ranges of the quotient. There are as many buckets as it takes for a bin
-// to have no more than kBinIds ids, and about kBinPositions positions.
-constexpr int kBinIds = 512, kBinPositions = 512, kMaxBuckets = 512;
-struct Bins {
-    int log2_buckets;
-    int per_bucket;
-    int count;  // per_bucket << log2_buckets
-
-    Bins(unsigned N, int V) : log2_buckets(0) {
-        auto bucket_ids = [&] { return ceil_div(V, buckets()); };
-        while (buckets() < std::min(V, kMaxBuckets) && (bucket_ids() > kBinIds || N >> log2_buckets > kBinPositions)) {
-            log2_buckets++;
-        }
-        per_bucket = std::max(1, ceil_div(bucket_ids(), kBinIds));
-        count = per_bucket << log2_buckets;
-    }
-    __host__ __device__ int buckets() const { return 1 << log2_buckets; }
+// What lies in the workspace.
+struct Scratch {
+    Groups groups;
+    unsigned *arrived;  // (partial_rows, slices), see meet
+    float *partials;    // (partial_rows, C): a row for each place of a long piece, then for each of dwpe's pieces
 };
-
-// Equal ids among 32 neighbouring positions.
-struct alignas(16) Run {
-    int id;
-    unsigned base, mask;  // positions base + k for each bit k
-    unsigned unused;
-};
-
-// What a tile has for a bucket.
-struct alignas(8) TilePart {
-    unsigned short first_run, runs;  // among the tile's runs, which lie bucket after bucket
-    unsigned short lower;            // how many positions it has in lower buckets
-    unsigned short unused;
-};
-
-struct Bin {
-    unsigned begin;         // where its part of positions and of short_groups begins
-    unsigned short_groups;  // how many it has
-};
-
-// A group of one piece.
-struct alignas(16) ShortGroup {
-    int id, length;
-    unsigned at0, at1;  // its positions, if they are one or two; else at0 says where in Groups::positions they begin
-};
-
-// A piece of a group that is cut.
-struct alignas(16) LongPiece {
-    int id, length;  // of the whole group; length 0: no piece here
-    int first;       // where in Groups::positions the piece begins
-    int number;      // which piece of the group it is
-};
-
-// What lies in the workspace. A piece of a group that is cut is kPiece long at least: so first / kPiece + bin is a number
-// of its own, and those of a bin are a range of their own. It is its place in long_pieces, arrived and partials.
-struct Groups {
-    Run *runs;                 // (tiles, kTile)
-    TilePart *tile_parts;      // (buckets, tiles)
-    Bin *bins;                 // Bins::count
-    ShortGroup *short_groups;  // N places; a bin's, from its begin on
-    unsigned *positions;       // N, group after group, bin after bin; but those of groups of one or two are not stored
-    LongPiece *long_pieces;    // long_places
-    unsigned *asked;           // for each bin a bit for each of its ids: whether any position holds it
-    unsigned *arrived;         // partial_rows x slices, see meet
-    float *partials;           // partial_rows x C
-};
-__host__ __device__ inline unsigned long_places(unsigned N, unsigned bins) { return N / kPiece + bins; }
-
-// Rows of partials: the long pieces', then dwpe's.
-inline size_t partial_rows(int B, int T, int bins) {
-    return long_places((unsigned)B * T, bins) + (batch_pieces(B) > 1 ? (size_t)T * batch_pieces(B) : 0);
-}
-
-// First kernel of the grouping: a block a tile of the positions, a thread a position. Equal ids in a warp become one
-// run, so that a hot id is no more work than others; the tile's runs are then written bucket after bucket, in ascending
-// order within each.
-constexpr int kTile = 1024, kTileWarps = kTile / kWarpSize;
-inline size_t tile_shared_bytes(const Bins &bins) { return kTileWarps * bins.buckets() * sizeof(int); }
-
-static __global__ void __launch_bounds__(kTile)
-    encoder_backward_tile_kernel(Groups groups, const int *inp, status_word *status, unsigned N, int V, Bins bins,
-                                 size_t arrived_count) {
-    start_next_kernel();
-    extern __shared__ int shared[];  // (warps, buckets): a warp's runs in a bucket, then where they go
-    const int buckets = bins.buckets(), tile = blockIdx.x, tiles = gridDim.x;
-    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    const unsigned p = (unsigned)tile * kTile + threadIdx.x;
-    const int id = p < N ? inp[p] : -1;
-    const bool good = id_in_range(id, V);
-    if (!good && p < N) report_bad_id(status, p);
-    for (int i = threadIdx.x; i < kTileWarps * buckets; i += kTile) shared[i] = 0;
-    for (size_t i = p; i < arrived_count; i += (size_t)tiles * kTile) groups.arrived[i] = 0;
-    __syncthreads();
-
-    const int bucket = good ? id & (buckets - 1) : -1;
-    const unsigned below = (1u << lane) - 1;
-    const unsigned same_id = __match_any_sync(0xffffffffu, good ? id : -1);
-    const unsigned same_bucket = __match_any_sync(0xffffffffu, bucket);
-    const bool leader = good && (same_id & below) == 0;
-    const unsigned leaders = __ballot_sync(0xffffffffu, leader) & same_bucket;
-    // Runs in the lower half of a word, positions in the upper one: a tile has at most kTile of each.
-    if (good && (same_bucket & below) == 0) {
-        shared[warp * buckets + bucket] = __popc(leaders) | __popc(same_bucket) << 16;
-    }
-    __syncthreads();
-    int total = 0, all;
-    if ((int)threadIdx.x < buckets) {
-#pragma unroll 8
-        for (int w = 0; w < kTileWarps; w++) {
-            const int count = shared[w * buckets + threadIdx.x];
-            shared[w * buckets + threadIdx.x] = total;
-            total += count;
-        }
-    }
-    const int before = block_exclusive_sum(total, &all);
-    if ((int)threadIdx.x < buckets) {
-        groups.tile_parts[(size_t)threadIdx.x * tiles + tile] = {(unsigned short)before, (unsigned short)total,
-                                                                 (unsigned short)(before >> 16), 0};
-        shared[threadIdx.x] = before;  // warp 0 had zeros here
-    }
-    __syncthreads();
-    if (leader) {
-        const int at = (shared[bucket] + (warp > 0 ? shared[warp * buckets + bucket] : 0)) & 0xffff;
-        groups.runs[(size_t)tile * kTile + at + __popc(leaders & below)] = {id, p - lane, same_id, 0};
-    }
-}
-
-// Second kernel: a block a bin. It gathers the runs of its ids, tile after tile, and counts each id; sums over the
-// warps and the ids then say where each warp's positions of each id go, and a second round puts them there: in
-// ascending order within a group, whatever ran first. Where its part of the arrays begins follows from how many
-// positions the tiles have in lower buckets, so no block waits for another.
-constexpr int kBinWarps = 32;
-constexpr size_t bin_shared_bytes = ((kBinWarps + 3) * kBinIds + 1) * sizeof(int);
-
-static __global__ void __launch_bounds__(kBinWarps *kWarpSize)
-    encoder_backward_bin_kernel(Groups groups, int N, Bins bins, int tiles) {
-    start_next_kernel();
-    constexpr unsigned whole_warp = 0xffffffffu;
-    extern __shared__ int shared[];
-    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    const unsigned below = (1u << lane) - 1;
-    const int bin = blockIdx.x, bucket = bin / bins.per_bucket, range = bin % bins.per_bucket;
-    int *counts = shared + warp * kBinIds;       // how many of each id this warp has; then where the next one goes
-    int *length = shared + kBinWarps * kBinIds;  // of each id's group
-    int *begin = length + kBinIds;               // where it begins in positions
-    int *place = begin + kBinIds;                // where it is in short_groups
-    int *lower = place + kBinIds;                // how many positions lower bins have
-    for (int i = threadIdx.x; i < (kBinWarps + 3) * kBinIds + 1; i += blockDim.x) shared[i] = 0;
-    __syncthreads();
-    wait_for_previous_kernel();
-
-    // A warp has a stretch of the tiles, and goes through their runs in this bucket in ascending order, 32 at a time.
-    // take(count, run, local): count positions of the id that is number `local` in this bin; count 0 if it is in
-    // another one, or there is no such run.
-    const int stretch = ceil_div(tiles, kBinWarps), first = min(warp * stretch, tiles),
-              end = min(first + stretch, tiles);
-    int my_lower = 0;  // of the first round
-    auto for_each_run = [&](auto take) {
-#pragma unroll 1
-        for (int some = first; some < end; some += kWarpSize) {
-            TilePart part = {0, 0, 0, 0};  // a tile a lane
-            if (some + lane < end) part = groups.tile_parts[(size_t)bucket * tiles + some + lane];
-            my_lower += part.lower;
-            int through = part.runs;  // runs up to and with this lane's tile
-            for (int offset = 1; offset < kWarpSize; offset *= 2) {
-                const int before = __shfl_up_sync(whole_warp, through, offset);
-                if (lane >= offset) through += before;
-            }
-            const int all = __shfl_sync(whole_warp, through, kWarpSize - 1);
-            // run i lies at skip + i
-            const unsigned skip = (unsigned)(some + lane) * kTile + part.first_run - (through - part.runs);
-#pragma unroll 1
-            for (int i = lane; i - lane < all; i += kWarpSize) {
-                int owner = 0;  // the lane whose tile has run i: the first with i < through
-                for (int step = kWarpSize / 2; step > 0; step /= 2) {
-                    if (__shfl_sync(whole_warp, through, owner + step - 1) <= i) owner += step;
-                }
-                const unsigned at = __shfl_sync(whole_warp, skip, owner) + i;
-                Run run = {0, 0, 0, 0};
-                if (i < all) run = groups.runs[at];
-                const int quotient = run.id >> bins.log2_buckets, count = __popc(run.mask);
-                if (quotient < range * kBinIds) my_lower += count;
-                take(quotient / kBinIds == range ? count : 0, run, quotient % kBinIds);
-            }
-        }
-    };
-    // The sum of the counts of some lanes; a count has 6 bits.
-    auto sum_of_counts = [&](int count, unsigned lanes) {
-        int sum = 0;
-        for (int bit = 0; bit < 6; bit++) sum += __popc(__ballot_sync(whole_warp, count >> bit & 1) & lanes) << bit;
-        return sum;
-    };
-    for_each_run([&](int count, const Run &, int local) {
-        const unsigned same = __match_any_sync(whole_warp, count > 0 ? local : -1);
-        const int all = sum_of_counts(count, same);
-        if (count > 0 && (same & below) == 0) counts[local] += all;
-        __syncwarp();
-    });
-    if (my_lower > 0) atomicAdd(lower, my_lower);
-    __syncthreads();
-
-    // A thread for each id: where its positions go, and its place among the short groups; those of one position come
-    // behind the others, so that neighbours have as much to do.
-    const int mine = threadIdx.x;
-    int total = 0;
-    if (mine < kBinIds) {
-#pragma unroll 8
-        for (int w = 0; w < kBinWarps; w++) total += shared[w * kBinIds + mine];
-    }
-    const bool single = total == 1, several = total > 1 && pieces_of(total) == 1;
-    long long sums;  // positions; groups of one and of several, 10 bits each
-    const long long before = block_exclusive_sum((long long)total << 20 | (long long)single << 10 | several, &sums);
-    const int several_count = sums & 1023, single_count = sums >> 10 & 1023, list_begin = *lower;
-    if (mine < kBinIds) {
-        int at = list_begin + (int)(before >> 20);
-        begin[mine] = at;
-        length[mine] = total;
-        place[mine] = list_begin + (int)(single ? several_count + (before >> 10 & 1023) : before & 1023);
-        if (single || several) {
-            ShortGroup &group = groups.short_groups[place[mine]];
-            group.id = (range * kBinIds + mine) << bins.log2_buckets | bucket;
-            group.length = total;
-            if (total > 2) group.at0 = at;
-        }
-#pragma unroll 8
-        for (int w = 0; w < kBinWarps; w++) {
-            const int count = shared[w * kBinIds + mine];
-            shared[w * kBinIds + mine] = at;
-            at += count;
-        }
-        const unsigned asked = __ballot_sync(whole_warp, total > 0);
-        if (lane == 0) groups.asked[bin * (kBinIds / kWarpSize) + warp] = asked;
-    }
-    if (mine == 0) groups.bins[bin] = {(unsigned)list_begin, (unsigned)(several_count + single_count)};
-    // Bad ids are in no list: up to where the last one could end, there are no pieces.
-    const int list_end = bin == (int)gridDim.x - 1 ? N : list_begin + (int)(sums >> 20);
-    for (int i = list_begin / kPiece + bin + threadIdx.x; i <= list_end / kPiece + bin; i += blockDim.x) {
-        groups.long_pieces[i] = {0, 0, 0, 0};
-    }
-    __syncthreads();
-
-    for_each_run([&](int count, const Run &run, int local) {
-        const unsigned same = __match_any_sync(whole_warp, count > 0 ? local : -1);
-        const int earlier = sum_of_counts(count, same & below);
-        int at = count > 0 ? counts[local] + earlier : 0;
-        __syncwarp();
-        if (count > 0 && same >> lane == 1) counts[local] = at + count;
-        __syncwarp();
-        const int total = count > 0 ? length[local] : 0, offset = count > 0 ? at - begin[local] : 0;
-        if (count > 0 && total <= 2) {
-            ShortGroup &group = groups.short_groups[place[local]];
-            if (offset == 0) group.at0 = run.base + __ffs(run.mask) - 1;
-            if (offset + count == 2) group.at1 = run.base + 31 - __clz(run.mask);
-        }
-        const int number = ceil_div(offset, kPiece), pieces = pieces_of(total);
-        if (pieces > 1 && number < pieces && number * kPiece < offset + count) {  // a piece begins in this run
-            const int piece = at + number * kPiece - offset;
-            groups.long_pieces[piece / kPiece + bin] = {run.id, total, piece, number};
-        }
-        // A run's positions: the few of a short run one after the other, those of a long one all at once.
-        constexpr int few = 8;
-        if (total > 2 && count < few) {
-            for (unsigned rest = run.mask; rest != 0; rest &= rest - 1)
-                groups.positions[at++] = run.base + __ffs(rest) - 1;
-        }
-        for (unsigned rest = __ballot_sync(whole_warp, count >= few); rest != 0; rest &= rest - 1) {
-            const int source = __ffs(rest) - 1;
-            const unsigned mask = __shfl_sync(whole_warp, run.mask, source);
-            const unsigned base = __shfl_sync(whole_warp, run.base, source);
-            const int where = __shfl_sync(whole_warp, at, source);
-            if (mask >> lane & 1) groups.positions[where + __popc(mask & below)] = base + lane;
-        }
-    });
-}
-
-// ---- adding up ----
 
 // `width` neighbouring elements of a row, in accesses of at most 16 bytes. Rows of dout and partial sums are loaded
 // from the L2, past L1: each is read once here, and what other blocks have stored meanwhile must be seen. Rows of a
@@ -542,6 +263,13 @@ __device__ inline bool arrive_last(unsigned *counter, unsigned expected) {
     return before == expected - 1;
 }
 
+// Which columns a thread has.
+struct Slice {
+    unsigned number, count;  // which slice of how many
+    unsigned c;              // the thread's first column
+    bool active;             // false: the slice ends before; the thread goes along in the slice's first columns
+};
+
 // Whose sum a team has.
 struct Piece {
     unsigned row;        // of the gradient
@@ -552,26 +280,25 @@ struct Piece {
 // The pieces of a long group meet in a tree: of every kFan neighbours, the last to arrive adds all their sums in order,
 // stores that in the first one's place, and goes on to the level above; from the last level it goes to the gradient. So
 // nobody waits, no further kernel is needed, and the order of the additions depends on the length of the group alone.
-// c: the thread's first column; unless `active`, it only goes along.
 constexpr int kFan = 16;
 
 template <bool stochastic, typename gradX, int width>
-__device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece, const Groups &groups, unsigned slice,
-                     unsigned slices, size_t C, unsigned c, bool active) {
-    float *const partials = groups.partials + c;
+__device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece, const Scratch &scratch, Slice slice,
+                     size_t C) {
+    float *const partials = scratch.partials + slice.c;
     size_t stride = 1, mine = piece.place + piece.number;  // stride: between the places of neighbours on a level
 #pragma unroll 1
     for (int level = 0;; level++) {
         Columns<float, width> partial;
 #pragma unroll
         for (int k = 0; k < width; k++) partial[k] = sum[k];
-        if (active) partial.store(partials + mine * C);
+        if (slice.active) partial.store(partials + mine * C);
         // A node of one child has its sum already; the others span more places than there are levels: one to count in
         // for each level.
         const int first = piece.number / kFan * kFan, children = min(kFan, piece.pieces - first);
         const size_t node = piece.place + first * stride;
         if (children > 1) {
-            if (!arrive_last(&groups.arrived[(node + level) * slices + slice], children)) return;
+            if (!arrive_last(&scratch.arrived[(node + level) * slice.count + slice.number], children)) return;
 #pragma unroll
             for (int k = 0; k < width; k++) sum[k] = 0.0f;
             add_rows<float, 4>(sum, 0, children, [&](int k) { return partials + (node + k * stride) * C; });
@@ -582,143 +309,210 @@ __device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece,
         piece.pieces = ceil_div(piece.pieces, kFan);
         stride *= kFan;
     }
-    if (!active) return;
+    if (!slice.active) return;
     Columns<gradX, width> old;
-    load_old(old, gradient, piece.row * C + c);
-    store_new<stochastic>(gradient, piece.row * C + c, sum, old);
+    load_old(old, gradient, piece.row * C + slice.c);
+    store_new<stochastic>(gradient, piece.row * C + slice.c, sum, old);
 }
 
-// Who does what: of the blocks for one slice, the first are dwpe's, then come the pieces of long groups, the short
-// groups, and the zeros for rows that nobody asked for.
+// Who does what: of the blocks for one slice, the first are dwpe's, then come the pieces of long groups and the short
+// groups. Behind all slices come the blocks that zero the rows of dwte that no position asks for.
+//
+// If a slice of dout is larger than the L2 (Groups::ordered), dwpe's and the long pieces' blocks take turns: kRanges
+// times so many of each, both in the order of the positions, so that the rows of hot ids are still there for the second
+// reader.
 struct Blocks {
-    unsigned dwpe, long_pieces, short_groups, zeros;
+    unsigned dwpe, long_pieces;  // at each turn
+    unsigned turns;              // 1 or kRanges
+    unsigned short_groups;
+    unsigned zeros;
+    unsigned ahead;       // slices that dwpe does ahead of dwte
     bool slice_by_slice;  // else all slices of a block's work are neighbours
 };
-constexpr int kPositionsPerTeam = 16;  // of the short groups, about
+constexpr int kPositionsPerTeam = 16;                  // of the short groups, about
+constexpr unsigned kMostUnordered = (48 << 20) / 256;  // rows of a slice of 256 bytes that the L2 of an H200 holds
+
+// The parameters of kernel 4.
+template <typename floatX, typename gradX>
+struct Sums {
+    Gradient<gradX> dwte, dwpe;
+    const floatX *dout;
+    const int *inp;
+    status_word *status;
+    Scratch scratch;
+    int B, T;
+    unsigned C;
+    Blocks blocks;
+};
+
+// The sum of dwpe's piece i. Returns false if that is all: there is no such piece, or it was the only one of its row,
+// which has been stored. Needs no groups.
+template <bool stochastic, typename floatX, typename gradX, int width>
+__device__ bool sum_batch(float (&sum)[width], Piece &piece, const Sums<floatX, gradX> &job, Slice slice, unsigned i) {
+    const unsigned T = job.T, t = i % T, number = i / T, pieces = batch_pieces(job.B);
+    if (number >= pieces) return false;
+    piece = {t, (int)number, (int)pieces, job.scratch.groups.long_places() + (size_t)t * pieces};
+    const unsigned b = number * kBatchPiece, count = number == pieces - 1 ? job.B - b : kBatchPiece;
+    const size_t at = (size_t)t * job.C + slice.c;
+    Columns<gradX, width> old;
+    if (pieces == 1) load_old(old, job.dwpe, at);
+    auto good = [&](unsigned k) { return id_in_range(job.inp[(size_t)(b + k) * T + t], job.scratch.groups.V); };
+    bool bad = false;
+#pragma unroll 4
+    for (unsigned k = threadIdx.x; k < count; k += kLanes) bad = bad || !good(k);
+    const floatX *next = job.dout + slice.c + ((size_t)b * T + t) * job.C;
+    auto next_row = [&](int) {
+        const floatX *row = next;
+        next += (size_t)T * job.C;
+        return row;
+    };
+    if (!__any_sync(team_mask(), bad)) {
+        add_rows<floatX, 8>(sum, 0, count, next_row);
+    } else {
+#pragma unroll 1
+        for (unsigned k = 0; k < count; k++) {
+            if (good(k)) {
+                add_rows<floatX, 1>(sum, k, k + 1, next_row);
+            } else {
+                next_row(k);
+                if (slice.number == 0 && threadIdx.x == 0) report_bad_id(job.status, (long long)(b + k) * T + t);
+            }
+        }
+    }
+    if (pieces == 1 && slice.active) store_new<stochastic>(job.dwpe, at, sum, old);
+    return pieces > 1;
+}
+
+// The place in long_pieces of piece i of this turn, or long_places() if there is none. All turns have the same number of
+// pieces, in order of the ranges in which they begin.
+__device__ inline unsigned ordered_place(const Groups &groups, unsigned turn, unsigned i) {
+    const unsigned mine = threadIdx.x < kRanges ? groups.range_counts[threadIdx.x] : 0;
+    unsigned through = mine;  // pieces up to and with this lane's range
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+        const unsigned before = __shfl_up_sync(team_mask(), through, offset, kLanes);
+        if (threadIdx.x >= (unsigned)offset) through += before;
+    }
+    const unsigned all = __shfl_sync(team_mask(), through, kLanes - 1, kLanes);
+    const unsigned per_turn = ceil_div(all, (unsigned)kRanges), k = turn * per_turn + i;
+    if (i >= per_turn || k >= all) return groups.long_places();
+    const unsigned ranges_before = __ballot_sync(team_mask(), through <= k) >> (threadIdx.y % 2 * kLanes);
+    const unsigned range = __popc(ranges_before & 0xffff);
+    const unsigned before = __shfl_sync(team_mask(), through - mine, range, kLanes);
+    return groups.order[range * groups.range_size() + k - before];
+}
+
+// The sum of the piece in place i of the long groups. Returns false if there is none.
+template <typename floatX, typename gradX, int width>
+__device__ bool sum_long_piece(float (&sum)[width], Piece &piece, const Sums<floatX, gradX> &job, Slice slice,
+                               unsigned i) {
+    const Groups &groups = job.scratch.groups;
+    if (i >= groups.long_places()) return false;
+    const LongPiece mine = groups.long_pieces[i];
+    if (mine.length == 0) return false;
+    const int pieces = pieces_of(mine.length);
+    const int count = mine.number == pieces - 1 ? mine.length - mine.number * kPiece : kPiece;
+    piece = {(unsigned)mine.id, mine.number, pieces, i - mine.number};
+    const unsigned *positions = groups.positions + mine.first;
+    const floatX *dout = job.dout + slice.c;
+    add_rows<floatX, 8>(sum, 0, count, [&](int k) { return dout + (size_t)positions[k] * job.C; });
+    return true;
+}
+
+// Adds up block x's share of the short groups: block x is for bin x % bins, and the teams of all blocks for that bin
+// take turns in its list. A team loads the next entry of the list before it adds up the rows of this one.
+template <bool stochastic, int width, typename floatX, typename gradX>
+__device__ void sum_short_groups(const Sums<floatX, gradX> &job, Slice slice, unsigned x) {
+    const Groups &groups = job.scratch.groups;
+    const unsigned bins = groups.bins.count(), stride = job.blocks.short_groups / bins * blockDim.y;
+    const ShortList bin = groups.short_lists[x % bins];
+    const ShortGroup *list = groups.short_groups + bin.begin;
+    const floatX *dout = job.dout + slice.c;
+    unsigned i = x / bins * blockDim.y + threadIdx.y;
+    if (i >= bin.count) return;
+    ShortGroup next = list[i];
+#pragma unroll 1
+    do {
+        const ShortGroup group = next;
+        i += stride;
+        if (i < bin.count) next = list[i];
+        const size_t at = (size_t)group.id * job.C + slice.c;
+        Columns<gradX, width> old;
+        load_old(old, job.dwte, at);
+        float sum[width] = {};
+        add_rows<floatX, 4>(sum, 0, group.length, [&](int k) {
+            const unsigned p = group.length > 2 ? groups.positions[group.at0 + k] : k == 0 ? group.at0 : group.at1;
+            return dout + (size_t)p * job.C;
+        });
+        if (slice.active) store_new<stochastic>(job.dwte, at, sum, old);
+    } while (i < bin.count);
+}
+
+// Zeroes the rows of those of the 32 ids from 32*word on that no position holds. A warp writes a whole row: DRAM takes
+// long runs of writes at the speed of a memset, but not pieces of 256 bytes between reads.
+template <int width, typename floatX, typename gradX>
+__device__ void zero_rows(const Sums<floatX, gradX> &job, unsigned word) {
+    const unsigned V = job.scratch.groups.V, first = word * 32;
+    const unsigned thread = threadIdx.y * kLanes + threadIdx.x, warps = blockDim.y * kLanes / kWarpSize;
+    constexpr int size = width < Packed128<gradX>::size ? width : Packed128<gradX>::size;
+    Packed<gradX, size> zeros;
+    for (int k = 0; k < size; k++) zeros[k] = (gradX)0.0f;
+    unsigned absent = ~job.scratch.groups.present[word];
+    if (V - first < 32) absent &= (1u << (V - first)) - 1;
+    for (unsigned turn = 0; absent != 0; absent &= absent - 1, turn++) {
+        if (turn % warps != thread / kWarpSize) continue;
+        gradX *row = job.dwte.data + (size_t)(first + __ffs(absent) - 1) * job.C;
+        for (size_t c = thread % kWarpSize * size; c < job.C; c += kWarpSize * size) store_packed_cs(row + c, zeros);
+    }
+}
 
 // All that is left once the positions are grouped. A team adds up the rows of a piece and stores the sum, or lets it
-// meet those of the group's other pieces; a team of the short groups goes on to the next one, whose entry in the list
-// it has loaded before.
+// meet those of the group's other pieces; a team of the short groups goes on to the next one.
 //
 // Slice by slice: blocks start in order of x, then y, then z (nothing promises it, and no result depends on it), so all
 // work on one slice of the columns is done before the next begins. A slice of dout is small enough for the L2: what
 // dwpe's blocks have read in long runs, dwte's read again from there, in whatever order the ids want. dwpe needs no
-// groups, so its first two slices go ahead.
+// groups, so its first slices go ahead.
 template <typename floatX, typename gradX, int width, bool stochastic>
-__global__ void __launch_bounds__(1024)
-    encoder_backward_kernel4(Gradient<gradX> dwte, Gradient<gradX> dwpe, const floatX *dout, const int *inp,
-                             Groups groups, status_word *status, int B, int T, unsigned C, int V, Blocks blocks,
-                             Bins bins) {
-    const unsigned team = threadIdx.y, teams = blockDim.y, N = (unsigned)B * T,
-                   slices = ceil_div(C, (unsigned)(kLanes * width));
-    const unsigned yz = blockIdx.z * gridDim.y + blockIdx.y;
-    unsigned x = blocks.slice_by_slice ? blockIdx.x : yz, s = blocks.slice_by_slice ? yz : blockIdx.x;
-    const bool for_dwpe = x < blocks.dwpe;
-    if (blocks.slice_by_slice) {  // dwpe 0; dwpe 1, dwte 0; dwte 1; dwpe 2, dwte 2; dwpe 3, dwte 3; ...
-        if (for_dwpe && s == 2) return;
-        if (!for_dwpe || s > 2) s--;
+__global__ void __launch_bounds__(1024) encoder_backward_kernel4(Sums<floatX, gradX> job) {
+    const Blocks &blocks = job.blocks;
+    const unsigned slices = ceil_div(job.C, (unsigned)(kLanes * width)), yz = blockIdx.z * gridDim.y + blockIdx.y;
+    const unsigned per_turn = blocks.dwpe + blocks.long_pieces, pieces = blocks.turns * per_turn;
+    const unsigned sums = blocks.slice_by_slice ? slices + 1 : pieces + blocks.short_groups;
+    if (yz >= sums) {
+        const size_t word = (size_t)(yz - sums) * gridDim.x + blockIdx.x;
+        if (word >= blocks.zeros) return;
+        wait_for_previous_kernel();
+        return zero_rows<width>(job, word);
+    }
+    const unsigned x = blocks.slice_by_slice ? blockIdx.x : yz, turn = x / per_turn;
+    unsigned s = blocks.slice_by_slice ? yz : blockIdx.x, i = x % per_turn;
+    const bool for_dwpe = x < pieces && i < blocks.dwpe;
+    if (blocks.slice_by_slice) {  // two ahead: dwpe 0; dwpe 1, dwte 0; dwte 1; dwpe 2, dwte 2; dwpe 3, dwte 3; ...
+        if (for_dwpe && s == blocks.ahead) return;
+        if (!for_dwpe || s > blocks.ahead) s--;
     }
     if (s >= slices) return;
     const unsigned column = (s * kLanes + threadIdx.x) * width;
-    const bool active = column < C;  // the others read along in the slice's first columns
-    const unsigned c = active ? column : s * kLanes * width;
-    dout += c;
+    const bool active = column < job.C;
+    const Slice slice = {s, slices, active ? column : s * kLanes * width, active};
 
     Piece piece;
     float sum[width] = {};
     if (for_dwpe) {
-        const unsigned i = x * teams + team, t = i % T, number = i / T, pieces = batch_pieces(B);
-        if (number >= pieces) return;
-        if (pieces > 1) wait_for_previous_kernel();  // it has waited for the tile kernel, which zeroes the counters
-        piece = {t, (int)number, (int)pieces, long_places(N, bins.count) + (size_t)t * pieces};
-        const unsigned b = number * kBatchPiece, count = number == pieces - 1 ? B - b : kBatchPiece;
-        Columns<gradX, width> old;
-        if (pieces == 1) load_old(old, dwpe, (size_t)t * C + c);
-        auto good = [&](unsigned k) { return id_in_range(inp[(size_t)(b + k) * T + t], V); };
-        bool bad = false;
-#pragma unroll 4
-        for (unsigned k = threadIdx.x; k < count; k += kLanes) bad = bad || !good(k);
-        const floatX *next = dout + ((size_t)b * T + t) * C;
-        auto next_row = [&](int) {
-            const floatX *row = next;
-            next += (size_t)T * C;
-            return row;
-        };
-        if (!__any_sync(team_mask(), bad)) {
-            add_rows<floatX, 8>(sum, 0, count, next_row);
-        } else {
-#pragma unroll 1
-            for (unsigned k = 0; k < count; k++) {
-                if (good(k)) {
-                    add_rows<floatX, 1>(sum, k, k + 1, next_row);
-                } else {
-                    next_row(k);
-                    if (s == 0 && threadIdx.x == 0) report_bad_id(status, (long long)(b + k) * T + t);
-                }
-            }
-        }
-        if (pieces == 1) {
-            if (active) store_new<stochastic>(dwpe, (size_t)t * C + c, sum, old);
-            return;
-        }
+        i = (turn * blocks.dwpe + i) * blockDim.y + threadIdx.y;
+        if (!sum_batch<stochastic>(sum, piece, job, slice, i)) return;
+        wait_for_previous_kernel();  // for the counters that meet() needs, which the tile kernel zeroes
     } else {
-        x -= blocks.dwpe;
         wait_for_previous_kernel();
-        if (x < blocks.long_pieces) {
-            const unsigned i = x * teams + team;
-            if (i >= long_places(N, bins.count)) return;
-            const LongPiece mine = groups.long_pieces[i];
-            if (mine.length == 0) return;
-            const int pieces = pieces_of(mine.length);
-            const int count = mine.number == pieces - 1 ? mine.length - mine.number * kPiece : kPiece;
-            piece = {(unsigned)mine.id, mine.number, pieces, i - mine.number};
-            const unsigned *positions = groups.positions + mine.first;
-            add_rows<floatX, 8>(sum, 0, count, [&](int k) { return dout + (size_t)positions[k] * C; });
-        } else if ((x -= blocks.long_pieces) < blocks.short_groups) {
-            const Bin bin = groups.bins[x % bins.count];
-            const ShortGroup *list = groups.short_groups + bin.begin;
-            const unsigned stride = blocks.short_groups / bins.count * teams;
-            unsigned i = x / bins.count * teams + team;
-            if (i >= bin.short_groups) return;
-            ShortGroup next = list[i];
-#pragma unroll 1
-            do {
-                const ShortGroup group = next;
-                i += stride;
-                if (i < bin.short_groups) next = list[i];
-                const size_t at = (size_t)group.id * C + c;
-                Columns<gradX, width> old;
-                load_old(old, dwte, at);
-#pragma unroll
-                for (int k = 0; k < width; k++) sum[k] = 0.0f;
-                add_rows<floatX, 4>(sum, 0, group.length, [&](int k) {
-                    const unsigned p = group.length > 2 ? groups.positions[group.at0 + k]
-                                       : k == 0         ? group.at0
-                                                        : group.at1;
-                    return dout + (size_t)p * C;
-                });
-                if (active) store_new<stochastic>(dwte, at, sum, old);
-            } while (i < bin.short_groups);
-            return;
-        } else {
-            if ((x -= blocks.short_groups) >= blocks.zeros) return;  // a grid may be larger than its work
-            const unsigned id = x * teams + team;
-            if (id >= (unsigned)V || !active) return;
-            const unsigned quotient = id >> bins.log2_buckets;
-            const unsigned bin = (id & (bins.buckets() - 1)) * bins.per_bucket + quotient / kBinIds;
-            const unsigned word = groups.asked[(bin * kBinIds + quotient % kBinIds) / kWarpSize];
-            if (word >> (quotient % kWarpSize) & 1) return;
-            Columns<gradX, width> zeros;
-#pragma unroll
-            for (int k = 0; k < width; k++) zeros[k] = (gradX)0.0f;
-            zeros.store_gradient(dwte.data + ((size_t)id * C + c));
-            return;
-        }
+        if (x >= pieces) return sum_short_groups<stochastic, width>(job, slice, x - pieces);
+        i = (i - blocks.dwpe) * blockDim.y + threadIdx.y;
+        if (blocks.turns > 1) i = ordered_place(job.scratch.groups, turn, i);
+        if (!sum_long_piece(sum, piece, job, slice, i)) return;
     }
     // Member by member: of a choice between two structs, the compiler would make copies in local memory.
-    const Gradient<gradX> gradient = {for_dwpe ? dwpe.data : dwte.data, dwte.accumulate,
-                                      for_dwpe ? dwpe.seed : dwte.seed};
-    meet<stochastic>(sum, gradient, piece, groups, s, slices, C, c, active);
+    const Gradient<gradX> gradient = {for_dwpe ? job.dwpe.data : job.dwte.data, job.dwte.accumulate,
+                                      for_dwpe ? job.dwpe.seed : job.dwte.seed};
+    meet<stochastic>(sum, gradient, piece, job.scratch, slice, job.C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -813,33 +607,31 @@ cudaError_t encoder_backward3(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                          inp, status, N, T, C, V);
 }
 
-// The arrays of Groups, one after the other, each at a multiple of 16 bytes. Returns what lies behind the last.
-inline char *lay_out_groups(Groups *groups, char *workspace, int B, int T, int C, int V) {
-    auto take = [&](auto **array, size_t count) {
-        workspace = (char *)(((uintptr_t)workspace + 15) / 16 * 16);
-        *array = (std::remove_reference_t<decltype(*array)>)workspace;
-        workspace += count * sizeof(**array);
-    };
-    const Bins bins((unsigned)B * T, V);
-    const size_t N = (size_t)B * T, rows = partial_rows(B, T, bins.count), tiles = ceil_div(N, (size_t)kTile);
-    take(&groups->runs, tiles * kTile);
-    take(&groups->tile_parts, tiles << bins.log2_buckets);
-    take(&groups->bins, bins.count);
-    take(&groups->short_groups, N);
-    take(&groups->positions, N);
-    take(&groups->long_pieces, long_places(N, bins.count));
-    take(&groups->asked, (size_t)bins.count * (kBinIds / kWarpSize));
-    take(&groups->arrived, rows * ceil_div(C, kLanes));  // a slice has kLanes columns at least
-    take(&groups->partials, rows * C);
+// The rows of Scratch::partials.
+inline size_t partial_rows(const Groups &groups, int B, int T) {
+    return groups.long_places() + (batch_pieces(B) > 1 ? (size_t)T * batch_pieces(B) : 0);
+}
+
+// The arrays in the workspace, one after the other. Returns what lies behind the last.
+inline char *lay_out_scratch(Scratch *scratch, char *workspace, int B, int T, int C) {
+    const size_t rows = partial_rows(scratch->groups, B, T);
+    workspace = scratch->groups.lay_out(workspace);
+    take_array(&scratch->arrived, &workspace, rows * ceil_div(C, kLanes));  // a slice has kLanes columns at least
+    take_array(&scratch->partials, &workspace, rows * C);
     return workspace;
 }
 
-// Bytes of workspace that versions 4 on need, at any alignment.
+// Whether the pieces of long groups are wanted in order: only if dwpe reads dout in that order too.
+inline bool wants_order(unsigned N, int B) { return N > kMostUnordered && batch_pieces(B) > 1; }
+
+// Bytes of workspace that versions 4 on need, at any alignment: about 50 a position, 4*C for each 32 positions, and a
+// bit for each id.
 inline size_t encoder_backward_workspace_bytes(int B, int T, int C, int V) {
-    Groups groups;
     if ((long long)B * T * C == 0) return 0;
+    const unsigned N = (unsigned)B * T;
+    Scratch scratch = {Groups(N, V, wants_order(N, B)), nullptr, nullptr};
     char *const begin = (char *)16;
-    return lay_out_groups(&groups, begin, B, T, C, V) - begin + 15;
+    return lay_out_scratch(&scratch, begin, B, T, C) - begin + 15;
 }
 
 // Groups the positions, then adds up, 16 bytes of dout a lane, or an element where rows are not so aligned. overlap:
@@ -860,65 +652,65 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
     if (error != cudaSuccess) return error;
     const unsigned N = (unsigned)B * T;
     if (N == 0 || C == 0 || (!dwte && !dwpe)) return encoder_backward_zero(dwte, dwpe, T, C, V, store, stream);
-    Groups groups;
-    lay_out_groups(&groups, (char *)workspace, B, T, C, V);
-    const Bins bins(N, V);
-    const unsigned slices = ceil_div(C, kLanes * width), tiles = ceil_div(N, (unsigned)kTile);
-    const size_t arrived_count = partial_rows(B, T, bins.count) * slices;
-
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.stream = stream;
-    config.attrs = &early;
+    Scratch scratch = {Groups(N, V, wants_order(N, B)), nullptr, nullptr};
+    lay_out_scratch(&scratch, (char *)workspace, B, T, C);
+    const Groups &groups = scratch.groups;
+    const unsigned slices = ceil_div(C, kLanes * width);
+    const size_t arrived_count = partial_rows(groups, B, T) * slices;
+    KernelFacts facts;
+    error = kernel_facts(&facts, group_bin_kernel);
+    if (error != cudaSuccess) return error;
+    const bool early = overlap && facts.sm_90_code;
     if (dwte) {
-        KernelFacts facts;
-        error = kernel_facts(&facts, encoder_backward_bin_kernel);
-        if (error != cudaSuccess) return error;
-        config.gridDim = tiles;
-        config.blockDim = kTile;
-        config.dynamicSmemBytes = tile_shared_bytes(bins);
-        error = launch_kernel(config, encoder_backward_tile_kernel, groups, inp, status, N, V, bins, arrived_count);
-        if (error != cudaSuccess) return error;
-
-        config.numAttrs = overlap && facts.sm_90_code ? 1 : 0;  // for this kernel and the next
-        config.gridDim = bins.count;
-        config.blockDim = kBinWarps * kWarpSize;
-        config.dynamicSmemBytes = bin_shared_bytes;
-        error = launch_kernel(config, encoder_backward_bin_kernel, groups, (int)N, bins, (int)tiles);
+        error = group_positions(groups, inp, status, store.overwrite, scratch.arrived, arrived_count, early, stream);
     } else if (batch_pieces(B) > 1) {
-        error = cudaMemsetAsync(groups.arrived, 0, arrived_count * sizeof(unsigned), stream);
+        error = cudaMemsetAsync(scratch.arrived, 0, arrived_count * sizeof(unsigned), stream);
     }
     if (error != cudaSuccess) return error;
 
-    const long long most_work = (long long)T * batch_pieces(B) + long_places(N, bins.count) + N + V;
+    const unsigned bins = groups.bins.count();
+    const long long most_work = (long long)T * batch_pieces(B) + groups.long_places() + N;
     if (most_work * kLanes / block_size > INT32_MAX / 2) block_size = 1024;  // a grid holds 2^31-1 blocks
     const unsigned teams = block_size / kLanes;
     auto blocks_for = [&](unsigned work) { return ceil_div(work, teams); };
     Blocks blocks = {};
     blocks.slice_by_slice = slice_by_slice;
-    if (dwpe) blocks.dwpe = blocks_for(T * batch_pieces(B));
+    blocks.turns = groups.ordered && dwpe && dwte ? kRanges : 1;
+    blocks.ahead = blocks.turns > 1 ? 1 : 2;
+    if (dwpe) blocks.dwpe = ceil_div(blocks_for(T * batch_pieces(B)), blocks.turns);
     if (dwte) {
-        blocks.long_pieces = blocks_for(long_places(N, bins.count));
-        blocks.short_groups = blocks_for(N / bins.count / kPositionsPerTeam + 1) * bins.count;
-        if (store.overwrite) blocks.zeros = blocks_for(V);
+        blocks.long_pieces = blocks_for(ceil_div(groups.long_places(), blocks.turns));
+        blocks.short_groups = blocks_for(N / bins / kPositionsPerTeam + 1) * bins;
+        if (store.overwrite) blocks.zeros = ceil_div((unsigned)V, 32u);
     }
-    const unsigned x = blocks.dwpe + blocks.long_pieces + blocks.short_groups + blocks.zeros;
-    const unsigned y = slice_by_slice ? slices + 1 : x, grid_y = std::min(y, 65535u);
-    config.gridDim = dim3(slice_by_slice ? x : slices, grid_y, ceil_div(y, grid_y));
+    const unsigned sums = blocks.turns * (blocks.dwpe + blocks.long_pieces) + blocks.short_groups;
+    const unsigned x = slice_by_slice ? sums : slices;
+    const unsigned y = (slice_by_slice ? slices + 1 : sums) + ceil_div(blocks.zeros, x), grid_y = std::min(y, 65535u);
+    const Sums<floatX, gradX> job = {{dwte, !store.overwrite, mix64(store.seed)},
+                                     {dwpe, !store.overwrite, mix64(store.seed + 0x6a09e667f3bcc909ull)},
+                                     dout,
+                                     inp,
+                                     status,
+                                     scratch,
+                                     B,
+                                     T,
+                                     (unsigned)C,
+                                     blocks};
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = dwte && early ? 1 : 0;
+    config.gridDim = dim3(x, grid_y, ceil_div(y, grid_y));
     config.blockDim = dim3(kLanes, teams);
-    config.dynamicSmemBytes = 0;
-    const Gradient<gradX> to_dwte = {dwte, !store.overwrite, mix64(store.seed)};
-    const Gradient<gradX> to_dwpe = {dwpe, !store.overwrite, mix64(store.seed + 0x6a09e667f3bcc909ull)};
-    auto launch = [&](auto kernel) {
-        return launch_kernel(config, kernel, to_dwte, to_dwpe, dout, inp, groups, status, B, T, (unsigned)C, V, blocks,
-                             bins);
-    };
     if constexpr (sizeof(gradX) == 2) {
-        if (store.stochastic) return launch(encoder_backward_kernel4<floatX, gradX, width, true>);
+        if (store.stochastic) {
+            return launch_kernel(config, encoder_backward_kernel4<floatX, gradX, width, true>, job);
+        }
     }
-    return launch(encoder_backward_kernel4<floatX, gradX, width, false>);
+    return launch_kernel(config, encoder_backward_kernel4<floatX, gradX, width, false>, job);
 }
 
 // All slices of a row are neighbours.

@@ -14,7 +14,8 @@ from bookends import ROOT
 
 KERNELS = sorted(path.name for path in ROOT.glob("*.cu"))
 MADE_OF_OTHERS = {"lm_head.cu", "embedding_layer.cu"}
-PARTS = {"classifier_fused.cu": {"parts/hopper.h", "parts/launch.h"}, "encoder_backward.cu": {"parts/launch.h"},
+PARTS = {"classifier_fused.cu": {"parts/hopper.h", "parts/launch.h"},
+         "encoder_backward.cu": {"parts/group_positions.h", "parts/launch.h"},
          "encoder_forward.cu": set(), "lm_head.cu": {"parts/hopper.h", "parts/launch.h"}}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
@@ -152,6 +153,7 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
 @needs_build
 @pytest.mark.parametrize("touched, files", [
     ("common.h", LIBRARY | OBJECTS | BINARIES),
+    ("parts/group_positions.h", {"libbookends.so", "encoder_backward", *objects("encoder_backward")}),
     ("parts/hopper.h", HOPPER),
     ("parts/launch.h", HOPPER | {"encoder_backward", *objects("encoder_backward")}),
     ("dev/harness.h", OBJECTS | BINARIES),
@@ -253,7 +255,8 @@ def test_the_header_comments_command(name, tmp_path):
     command = re.search(r"Compile: +(nvcc .*)", header).group(1).split()
     assert name in command and "-arch=native" in command
     output = command[command.index("-o") + 1]
-    for needed in ("common.h", "parts/hopper.h", "parts/launch.h", "dev/harness.h", *KERNELS):
+    parts = [str(part.relative_to(ROOT)) for part in (ROOT / "parts").iterdir()]
+    for needed in ("common.h", *parts, "dev/harness.h", *KERNELS):
         (tmp_path / needed).parent.mkdir(exist_ok=True)
         shutil.copy(str(ROOT / needed), str(tmp_path / needed))
     command = [NVCC if part == "nvcc" else part.replace("native", "sm_90") for part in command]

@@ -366,6 +366,9 @@ def test_more_blocks_than_one_side_of_a_grid_holds(wanted, version):
 # ---------------------------------------------------------------------------------------------------------------------
 # which ids meet
 
+# More ids than a bin has room for, all of neighbouring hashes (parts/group_positions.h): its worst case.
+FEW_HASHES = np.array([i for i in range(60000) if i * 0x9e3779b1 % 2**31 < 2**26])
+
 PATTERNS = {  # V, and n ids below that
     "one": (1, lambda rng, n: np.zeros(n)),
     "last": (1000, lambda rng, n: np.full(n, 999)),
@@ -381,6 +384,8 @@ PATTERNS = {  # V, and n ids below that
     "distinct": (9000, lambda rng, n: rng.permutation(9000)[:n]),
     "strided": (300 * 128, lambda rng, n: rng.integers(0, 300, n) * 128),
     "high bits": (16 * 4096, lambda rng, n: rng.integers(0, 16, n) * 4096 + 5),
+    "one bin": (60000, lambda rng, n: rng.choice(FEW_HASHES, n)),
+    "one bin, few rows": (60000, lambda rng, n: rng.choice(FEW_HASHES[:100], n)),
     "narrow": (60000, lambda rng, n: rng.integers(50000, 50011, n)),
 }
 
@@ -476,6 +481,16 @@ def test_vocabularies(V, version):
     case = Case(BF16_TO_FP32, rng.permutation(ids).reshape(16, 27), 2, V)
     for flags in (0, OVERWRITE) if V < 100000 or ON_CUDA else (OVERWRITE,):
         case.check(version, flags)
+
+
+@most_versions
+@types_of_16_bits
+@pytest.mark.parametrize("C", [1, 769, 770, 776])
+def test_rows_without_positions_are_zeroed(C, types, version):
+    """Whether the rows begin at multiples of 16 bytes or not; of the last 32 ids, those that exist."""
+    rng = np.random.default_rng(C)
+    for V in (31, 32, 33, 100):
+        Case(types, random_ids(rng, 2, 9, V), C, V, offsets=(V % 2, 0, 0, 0, 0)).check(version, OVERWRITE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1203,6 +1218,15 @@ def test_workspace_bytes_of_anything():
             assert bookends.encoder_backward_workspace_bytes(B, T, C, V, version) >= 0
     assert bookends.encoder_backward_workspace_bytes(64, 1024, 768, 50257, 0) == \
         bookends.encoder_backward_workspace_bytes(64, 1024, 768, 50257, VERSIONS[-1])
+
+
+def test_workspace_grows_with_the_positions_not_with_the_vocabulary():
+    """Of a vocabulary of more ids than positions, it has a bit for each id and no more."""
+    size = bookends.encoder_backward_workspace_bytes
+    for B, T, C in ((1, 7, 3), (8, 1024, 64), (64, 1024, 256), (512, 1024, 1024)):
+        for V in (600_000, 2_000_000, INT_MAX):
+            more = size(B, T, C, V, 0) - size(B, T, C, B * T, 0)
+            assert abs(more - (V - B * T) / 8) < 32, (B, T, C, V)
 
 
 def test_error_strings():
