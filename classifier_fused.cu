@@ -15,8 +15,8 @@ version 1  warp: a warp a row: the largest logit and the sum in one read, then a
 version 2  block: a block a row, so that fewer rows are on their way and more of the second reads meet the L2
 version 3  x128: a thread 16 bytes, from the first multiple of 16 in the row on
 version 4  reverse: the first read runs backwards, so that the second one begins with what came last
-version 5  staged: a row is read once: it waits in shared memory (of a cluster, if it is long) for its gradient, while
-           the next row arrives
+version 5  staged: a row is read once. A short row waits for its gradient in registers. A long one waits in shared
+           memory (of a cluster, if one block's is too small), while the next row arrives
 
 Compile:  nvcc -O3 -arch=native classifier_fused.cu -o classifier_fused
 Run:      ./classifier_fused           the default: deterministic, best over the measured shapes
@@ -643,19 +643,20 @@ __device__ bool same_alignment(const ClassifierTarget<floatX> &t) {
            (!t.probs || ((uintptr_t)t.probs - logits) % 16 == 0);
 }
 
-// zero_columns by a block, 16 bytes a thread.
+// zero_columns by the threads of a block, or others; each thread writes 16 bytes at a time.
 template <typename floatX>
-__device__ void zero_columns128(floatX *row, unsigned begin, unsigned end) {
+__device__ void zero_columns128(floatX *row, unsigned begin, unsigned end, unsigned thread = threadIdx.x,
+                                unsigned threads = blockDim.x) {
     typedef Packed128<floatX> x128;
     if (row == nullptr || begin == end) return;
     const Cut cut(row + begin, end - begin);
     x128 zeros;
     for (int k = 0; k < x128::size; k++) zeros[k] = (floatX)0.0f;
-    for (unsigned i = threadIdx.x; i < cut.vectors; i += blockDim.x) {
+    for (unsigned i = thread; i < cut.vectors; i += threads) {
         store128cs(row + begin + cut.head + (size_t)i * x128::size, zeros);
     }
-    zero_columns(row, begin, begin + cut.head, threadIdx.x, blockDim.x);
-    zero_columns(row, begin + cut.tail, end, threadIdx.x, blockDim.x);
+    zero_columns(row, begin, begin + cut.head, thread, threads);
+    zero_columns(row, begin + cut.tail, end, thread, threads);
 }
 
 // Kernel 2 with 16 bytes a thread: an eighth of the loads and stores (in 16-bit types), and one look at the running
@@ -711,8 +712,92 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArgum
     zero_columns128(target.probs, args.V, args.P);
 }
 
-// A row is read once: it waits in shared memory from its arrival to its gradient, in a ring of chunks, and the parts of
-// the work go on at the same time, each on a row of its own:
+// Up to 14 elements of a row lie before and behind its vectors: one for each thread. Returns the thread's column, or V.
+__device__ inline unsigned edge_column(const Cut &cut, unsigned thread, unsigned V) {
+    return thread < cut.head ? thread : min(cut.tail + thread - cut.head, V);
+}
+
+constexpr unsigned kStagedVectors = 2560;  // 40 KB: rows of fewer vectors are short
+constexpr unsigned kHeldVectors = 4;       // per thread, of a short row
+
+// A short row is read once: its threads hold it in registers, `held` vectors each at most, from the read to the write.
+// These are a warp, so that the blocks have several rows each (by_warps), or a block. All of a thread's loads are issued
+// before the first one is used. The largest value comes first, then the sum, which is not scaled again. Warps then put
+// their results together with one barrier, where block_merge() takes four.
+template <typename floatX, bool softcap, Extras extras, bool by_warps, unsigned held>
+__global__ void __launch_bounds__(kStagedVectors / held < 1024 ? kStagedVectors / held : 1024)
+    classifier_fused_kernel5_short(ClassifierArguments<floatX> args) {
+    typedef Packed128<floatX> x128;
+    typedef Packed<floatX, 1> one;
+    const unsigned threads = by_warps ? kWarpSize : blockDim.x, thread = threadIdx.x % threads;
+    const long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / threads;
+    if (row >= args.N) return;
+    ClassifierTarget<floatX> target = describe_target(args, row, args.targets[row]);
+    const Cut cut(target.logits, args.V);
+    const unsigned edge = edge_column(cut, thread, args.V);
+    auto has = [&](unsigned u) { return thread + u * threads < cut.vectors; };
+    auto column = [&](unsigned u) { return cut.head + (thread + u * threads) * x128::size; };
+
+    x128 x[held];
+    one x_edge = {{(floatX)0.0f}};
+    OnlineSoftmax all;
+    if (target.read) {
+#pragma unroll
+        for (unsigned u = 0; u < held; u++) {
+            if (has(u)) x[u] = load128(target.logits + column(u));
+        }
+        if (edge < args.V) x_edge = load_packed<one>(target.logits + edge);
+        if (target.index < args.V) set_logit<softcap, extras>(target, args, (float)target.logits[target.index]);
+        RunningSoftmax seen(args.power);
+        auto each = [&](auto what) {  // what(some vectors, the first one's column)
+#pragma unroll
+            for (unsigned u = 0; u < held; u++) {
+                const x128 vector[1] = {x[u]};
+                if (has(u)) what(vector, column(u));
+            }
+            const one element[1] = {x_edge};
+            if (edge < args.V) what(element, edge);
+        };
+        each([&](const auto &some, unsigned j) { see_largest<softcap, extras>(seen, some, j, 0, target, args); });
+        each([&](const auto &some, unsigned) { see_sums<softcap, extras>(seen, some, args); });
+        all = warp_merge<extras>(seen.result(), args);
+        if (!by_warps) {
+            __shared__ unsigned words[kWarpSize * sizeof(all) / sizeof(unsigned)];
+            OnlineSoftmax *const of_warps = (OnlineSoftmax *)words;
+            const unsigned lane = thread % kWarpSize;
+            if (lane == 0) of_warps[thread / kWarpSize] = all;
+            __syncthreads();
+            all = lane < threads / kWarpSize ? of_warps[lane] : OnlineSoftmax();
+            all = warp_merge<extras>(all, args);
+        }
+    }
+    // Nobody overwrites the target's logit before all threads have read it: they have met above.
+    const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
+    if (thread == 0) write_scalars<extras>(args, row, target, all);
+    if (!target.read && !target.ignored) {  // a bad target
+        fill_columns(target.dlogits, 0, args.V, (float)NAN, thread, threads);
+    } else if (target.read && target.second_pass()) {
+        const bool alike = same_alignment(target);
+#pragma unroll
+        for (unsigned u = 0; u < held; u++) {
+            if (!has(u)) continue;
+            if (alike) {
+                write_columns<softcap, extras, true>(x[u], column(u), target, g, args);
+            } else {
+#pragma unroll
+                for (int k = 0; k < x128::size; k++) {
+                    write_columns<softcap, extras, true>(one{{x[u][k]}}, column(u) + k, target, g, args);
+                }
+            }
+        }
+        if (edge < args.V) write_columns<softcap, extras, true>(x_edge, edge, target, g, args);
+    }
+    zero_columns128(target.dlogits, target.ignored ? 0 : args.V, args.P, thread, threads);
+    zero_columns128(target.probs, args.V, args.P, thread, threads);
+}
+
+// A long row is read once: it waits in shared memory from its arrival to its gradient, in a ring of chunks, and the parts
+// of the work go on at the same time, each on a row of its own:
 //   the mover    a thread that has chunks copied into the ring, and out of it when they are done, in bulk
 //   the readers  half of the warps: they look at chunks as they land, and tell the clerk what they have seen of a row
 //   the clerk    a warp that puts that together, writes the row's scalars and tells the writers how its gradient is
@@ -742,7 +827,6 @@ struct Staging {
 constexpr unsigned kStagedThreads = 832;   // at most: 12 warps of readers and of writers, and 72 registers a thread
 constexpr unsigned kReadingThreads = 768;  // at most where there is nothing to write but a row's scalars
 constexpr unsigned kVectors = 3;           // of a chunk, for a thread, at most
-constexpr unsigned kStagedVectors = 2560;  // of a row, at least
 constexpr unsigned kSharedVectors = 6144;  // of a row that two blocks share where each has few of them, at least
 constexpr unsigned kFewRows = 16;          // at most
 constexpr unsigned kLeaving = 2;           // chunks that are still on their way out when the next one is asked for
@@ -853,11 +937,6 @@ __device__ void with_vectors(unsigned n, What what) {
     } else if constexpr (most > 1) {
         with_vectors<most - 1>(n, what);
     }
-}
-
-// Up to 14 elements of a row lie before and behind its vectors: a lane each. Returns the lane's column, or V.
-__device__ inline unsigned edge_column(const Cut &cut, unsigned lane, unsigned V) {
-    return lane < cut.head ? lane : min(cut.tail + lane - cut.head, V);
 }
 
 template <typename floatX, Extras extras>
@@ -1257,12 +1336,13 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
 }
 
 // The plan for rows of so many vectors on blocks that may have `shared` bytes: the fewest blocks a row (1, 2, 4 or 8)
-// that leave the ring room for 2.2 rows, or 8; where nothing is written but scalars, a chunk may go as soon as it was
+// that leave the ring room for 2.2 rows, or 8; 16, if that is most_ranks, where 8 leave less than 1.5 rows' room. Clusters
+// of 16 are beyond what every device has, and leave more multiprocessors idle. Where nothing is written but scalars, a chunk may go as soon as it was
 // seen, and one block will do. Where a block has few rows, two blocks share each if they are long: then the first is
 // seen and the last is written in half the time. (V = 50304, H200: 4% of the time of 2048 rows, 5% of 640; V = 40960
-// lost 3%.) False if there is no plan, and for rows of less than 40 KB, whose second read meets the L2.
+// lost 3%.) False if there is no plan, and for short rows.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, bool few, int block_size,
-                         size_t shared) {
+                         size_t shared, unsigned most_ranks) {
     if (vectors < kStagedVectors) return false;
     const unsigned most = writes ? kStagedThreads : kReadingThreads;
     const unsigned warps = std::clamp(block_size, 4 * kWarpSize, (int)most) / kWarpSize;
@@ -1270,7 +1350,9 @@ inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool 
     plan->readers = warps - 2 - plan->writers;
     const unsigned threads = (writes ? plan->writers : plan->readers) * kWarpSize;
     *ranks = few && writes && vectors >= kSharedVectors ? 2 : 1;
-    while (writes && *ranks < 8 && (size_t)vectors * 16 / *ranks > shared * 45 / 100) *ranks *= 2;
+    const size_t row_bytes = (size_t)vectors * 16;
+    while (writes && *ranks < 8 && row_bytes / *ranks > shared * 45 / 100) *ranks *= 2;
+    if (writes && most_ranks == 16 && row_bytes / 8 > shared * 2 / 3) *ranks = 16;
     const unsigned chunks = ceil_div(vectors, *ranks * threads * kVectors);  // a block's of a row
     // Equal shares for all blocks; for a single one, chunks of whole rounds of its threads.
     const unsigned round = *ranks > 1 ? kWarpSize : threads;
@@ -1290,15 +1372,18 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
     if (error != cudaSuccess) return error;
     const bool few = args.N <= kFewRows * (long long)facts.multiprocessors;
     Staging plan = {};
-    unsigned ranks = 1;
-    if (!facts.sm_90_code || !plan_staging(&plan, &ranks, vectors, args.dlogits || args.probs, few, block_size,
-                                           (size_t)facts.dynamic_shared)) {
-        return cudaErrorNotSupported;
-    }
-    const unsigned threads = (plan.readers + plan.writers + 2) * kWarpSize;
+    unsigned ranks = 1, threads = 0;
     int clusters = 0;
-    error = active_clusters(&clusters, kernel, ranks, threads);
-    if (error != cudaSuccess || clusters == 0) return error != cudaSuccess ? error : cudaErrorNotSupported;
+    for (unsigned most_ranks = 16; clusters == 0; most_ranks /= 2) {
+        if (most_ranks < 8 || !facts.sm_90_code ||
+            !plan_staging(&plan, &ranks, vectors, args.dlogits || args.probs, few, block_size,
+                          (size_t)facts.dynamic_shared, most_ranks)) {
+            return cudaErrorNotSupported;
+        }
+        threads = (plan.readers + plan.writers + 2) * kWarpSize;
+        error = active_clusters(&clusters, kernel, ranks, threads);
+        if (error != cudaSuccess) return error;
+    }
     cudaLaunchAttribute shape = {};
     shape.id = cudaLaunchAttributeClusterDimension;
     shape.val.clusterDim = {ranks, 1, 1};
@@ -1312,10 +1397,26 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
     return launch_kernel(config, kernel, args, plan);
 }
 
-// Where there are no clusters (before compute capability 9.0), and for rows that are too long or too short for them,
-// this is version 4. So it is with a softcap, for accuracy and where logits change their sign: the arithmetic takes
-// longer than a second read then, and more threads do it faster (H200, V = 50257, softcap: 0.70 ms against 0.84; with
-// tanh as a polynomial where |u| is at most 1, in place of two of the three special functions: 0.79).
+// cudaErrorNotSupported for rows that are not short, and where block_size threads do not hold one.
+template <bool softcap, Extras extras, unsigned held = kHeldVectors, typename floatX>
+cudaError_t launch_short(const ClassifierArguments<floatX> &args, int block_size, cudaStream_t stream) {
+    const unsigned vectors = args.V / Packed128<floatX>::size;
+    const int threads = (int)(std::max(ceil_div(vectors, held * kWarpSize), 1u) * kWarpSize);
+    if (vectors >= kStagedVectors || threads > block_size) return cudaErrorNotSupported;
+    if (threads > kWarpSize) {
+        return launch_kernel(classifier_fused_kernel5_short<floatX, softcap, extras, false, held>, args.N, threads, 0,
+                             stream, args);
+    }
+    int block = std::min(block_size, 256);
+    const unsigned grid_size = grid_blocks((long long)args.N * kWarpSize, &block);
+    return launch_kernel(classifier_fused_kernel5_short<floatX, softcap, extras, true, held>, grid_size, block, 0,
+                         stream, args);
+}
+
+// A long row is for version 4 where there are no clusters (before compute capability 9.0), and if it is too long for
+// them; also with a softcap, for accuracy and where logits change their sign: the arithmetic takes longer than a second
+// read then, and more threads do it faster (H200, V = 50257, softcap: 0.70 ms against 0.84; with tanh as a polynomial
+// where |u| is at most 1, in place of two of the three special functions: 0.79).
 template <typename floatX>
 cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,
@@ -1324,8 +1425,10 @@ cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX
         dlogits, losses, lse, probs, correct, logits, targets, dlosses, status, N, V, P, options,
         [=](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
             if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
+            cudaError_t error = launch_short<softcap.value, extras.value>(args, block_size, stream);
+            if (error != cudaErrorNotSupported) return error;
             if constexpr (!softcap.value && extras.value != kAllExtras) {
-                const cudaError_t error = launch_staged<extras.value>(args, block_size, stream);
+                error = launch_staged<extras.value>(args, block_size, stream);
                 if (error != cudaErrorNotSupported) return error;
             }
             // About eight vectors a thread are best there.

@@ -280,6 +280,16 @@ def test_long_rows(which, dtype, version):
         case.check(version, (("losses", "lse"), ("losses",), ("dlogits", "probs"), ("probs",))[k])
 
 
+@pytest.mark.parametrize("dtype, V", [(BF16, 619850), (BF16, 619880), (FP32, 309925), (FP32, 309951), (FP16, 1000003),
+                                      (FP32, 900001)], ids=str)
+def test_very_long_rows(dtype, V):
+    """Version 5's rows of 8 blocks and of 16, on either side of the limit, and rows that are too long for 16."""
+    for P, offsets, options in ((V + 1, (0, 0, 0), {}), (V + 2, (1, 1, 1), dict(label_smoothing=0.1))):
+        x = from_bits(some_case(dtype, 3, V, P=P).bits[:, :V], dtype)
+        case = Case(dtype, x, [V - 1, IGNORE, 7], P=P, offsets=offsets, **options)
+        case.check(5, ("dlogits", "losses"), in_place=True)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # options
 

@@ -233,6 +233,20 @@ def test_classifier_fused(part, version):
         classifier_case(number, case).check(version, case["wanted"], in_place)
 
 
+# Version 5's short rows, which wait in registers, on either side of every limit: those of a warp (512 floats, 1024 of 16
+# bits), of a block of 64 threads (twice as many), and of 40 KB.
+CLASSIFIER_SHORT = {**CLASSIFIER, "V": [1016, 1, 14, 509, 512, 513, 516, 1023, 1024, 1025, 1026, 1031, 1032, 2047, 2055,
+                                        8190, 10236, 10239, 20476, 20479]}
+CLASSIFIER_SHORT_CASES = pairs(CLASSIFIER_SHORT, classifier_possible)
+
+
+@every_part
+def test_classifier_fused_short_rows(part):
+    for number, case in part_of(CLASSIFIER_SHORT_CASES, part):
+        in_place = case["in_place"] and "dlogits" in case["wanted"]
+        classifier_case(number, case).check(5, case["wanted"], in_place)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # lm_head
 
