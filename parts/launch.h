@@ -54,17 +54,17 @@ inline cudaError_t raise_limits(const void *kernel, const KernelFacts &facts) {
 
 // The first call for a kernel raises its limits.
 inline cudaError_t kernel_facts(KernelFacts *facts, const void *kernel) {
-    return find_fact(facts, kernel, [=](KernelFacts *facts, int device) {
+    return find_fact(facts, kernel, [=](KernelFacts *found, int device) {
         cudaFuncAttributes attributes = {};
         cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
         auto get = [&](int *value, cudaDeviceAttr attribute) {
             if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
         };
-        get(&facts->multiprocessors, cudaDevAttrMultiProcessorCount);
-        get(&facts->dynamic_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-        facts->dynamic_shared -= (int)attributes.sharedSizeBytes;
-        facts->sm_90_code = attributes.ptxVersion >= 90;
-        return error == cudaSuccess ? raise_limits(kernel, *facts) : error;
+        get(&found->multiprocessors, cudaDevAttrMultiProcessorCount);
+        get(&found->dynamic_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+        found->dynamic_shared -= (int)attributes.sharedSizeBytes;
+        found->sm_90_code = attributes.ptxVersion >= 90;
+        return error == cudaSuccess ? raise_limits(kernel, *found) : error;
     });
 }
 template <typename... Parameters>
@@ -77,7 +77,7 @@ cudaError_t kernel_facts(KernelFacts *facts, void (*kernel)(Parameters...)) {
 template <typename... Parameters>
 cudaError_t active_clusters(int *clusters, void (*kernel)(Parameters...), unsigned blocks, unsigned block_size) {
     const auto key = std::make_tuple((const void *)kernel, blocks, block_size);
-    return find_fact(clusters, key, [=](int *clusters, int) {
+    return find_fact(clusters, key, [=](int *found, int) {
         KernelFacts facts;
         cudaError_t error = kernel_facts(&facts, kernel);
         if (error != cudaSuccess) return error;
@@ -90,9 +90,11 @@ cudaError_t active_clusters(int *clusters, void (*kernel)(Parameters...), unsign
         config.dynamicSmemBytes = facts.dynamic_shared;
         config.attrs = &shape;
         config.numAttrs = 1;
-        error = cudaOccupancyMaxActiveClusters(clusters, (const void *)kernel, &config);
-        if (error == cudaErrorInvalidClusterSize) *clusters = 0;
-        return error == cudaErrorInvalidClusterSize ? cudaSuccess : error;
+        error = cudaOccupancyMaxActiveClusters(found, (const void *)kernel, &config);
+        const bool none = error == cudaErrorInvalidClusterSize || error == cudaErrorInvalidValue ||
+                          error == cudaErrorInvalidConfiguration;
+        if (none) *found = 0;
+        return none ? cudaSuccess : error;
     });
 }
 
