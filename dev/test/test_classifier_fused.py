@@ -257,7 +257,7 @@ def test_many_rows(dtype, version):
         some_case(dtype, N, V, P=V + 1, z_loss=0.1).check(version)
 
 
-# Rows from 40 KB on are staged on the chip, those from 102 KB on by several blocks.
+# Rows from 32 KB on are staged on the chip, those from 102 KB on by several blocks.
 LONG = {FP32: (10241, 10246, 40963, 60001), FP16: (20482, 20487, 81921, 120007), BF16: (20481, 20488, 81925, 131071)}
 
 

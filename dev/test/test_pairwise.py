@@ -151,7 +151,7 @@ def test_encoder_backward(part, version):
 # ---------------------------------------------------------------------------------------------------------------------
 # classifier_fused
 
-# Vocabularies by what is done with their rows: short, several vectors a thread, staged by version 5 (16 bit: from 20480
+# Vocabularies by what is done with their rows: short, several vectors a thread, staged by version 5 (16 bit: from 16384
 # columns on, in two blocks from 49152, in four beyond; floats: half of that).
 CLASSIFIER = dict(
     dtype=[BF16, FP16, FP32],
@@ -233,10 +233,10 @@ def test_classifier_fused(part, version):
         classifier_case(number, case).check(version, case["wanted"], in_place)
 
 
-# Version 5's short rows, which wait in registers, on either side of every limit: those of a warp (512 floats, 1024 of 16
-# bits), of a block of 64 threads (twice as many), and of 40 KB.
-CLASSIFIER_SHORT = {**CLASSIFIER, "V": [1016, 1, 14, 509, 512, 513, 516, 1023, 1024, 1025, 1026, 1031, 1032, 2047, 2055,
-                                        8190, 10236, 10239, 20476, 20479]}
+# Version 5's short rows, which wait in registers, on either side of every limit: a warp with 4 vectors a thread
+# (512 floats, 1024 of 16 bits) and with 8, a block of 64 threads (twice as many), and 32 KB.
+CLASSIFIER_SHORT = {**CLASSIFIER, "V": [1016, 1, 14, 509, 512, 513, 516, 1023, 1024, 1025, 1026, 1031, 1032, 2047, 2048,
+                                        2055, 4096, 8190, 8191, 8193, 16382, 16384, 16387]}
 CLASSIFIER_SHORT_CASES = pairs(CLASSIFIER_SHORT, classifier_possible)
 
 
