@@ -161,6 +161,16 @@ static Call classifier_call(int N, int V, bk_dtype dtype, int version) {
     return call;
 }
 
+static Call totals_call(int N) {
+    Call call{text("bk_classifier_totals N %d", N)};
+    void *const rows = call.add_output(4), *const total = call.add_output(4);
+    void *const targets = call.add(ids(N, 1000, 11)), *const losses = call.add(numbers(N, BK_FP32, 12));
+    call.run = [=](cudaStream_t stream) {
+        return bk_classifier_totals((float *)rows, (float *)total, (int32_t *)targets, (float *)losses, N, 0, stream);
+    };
+    return call;
+}
+
 static Call lm_head_call(int N, int C, int V, bk_dtype dtype, int version) {
     Call call{text("bk_lm_head_run version %d, N %d, C %d, V %d", version, N, C, V)};
     bk_lm_head *plan = nullptr;
@@ -188,6 +198,7 @@ static std::vector<Call> calls_of(int thread) {
     calls.push_back(classifier_call(1, vocabularies[thread], BK_BF16, 0));
     calls.push_back(classifier_call(3, vocabularies[3 - thread] / 2 + 8 * thread, dtype, 0));
     calls.push_back(classifier_call(2, 1000 + 7 * thread, dtype, thread + 1));
+    calls.push_back(totals_call(100 << thread));
     calls.push_back(forward_call(2, 16 << thread, 24 + 8 * thread, 1000, dtype, 0));
     calls.push_back(forward_call(1, 8, 24, 1000, dtype, thread + 1));
     calls.push_back(backward_call(2, 16 << thread, 24 + 8 * thread, thread % 2 == 0 ? 300 : 20000, dtype, 0));
