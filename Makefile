@@ -14,8 +14,8 @@ DEVICE ?= $(if $(and $(NVCC),$(GPU)),cuda,cpu)
 ifeq ($(filter cuda cpu,$(DEVICE)),)
   $(error DEVICE=$(DEVICE): it is cuda or cpu)
 endif
-ifneq ($(filter-out address undefined,$(SANITIZE))$(word 2,$(SANITIZE)),)
-  $(error SANITIZE=$(SANITIZE): it is address or undefined)
+ifneq ($(filter-out address undefined thread,$(SANITIZE))$(word 2,$(SANITIZE)),)
+  $(error SANITIZE=$(SANITIZE): it is address, undefined or thread)
 endif
 
 BUILD ?= build/$(DEVICE)$(addprefix -,$(SANITIZE))
@@ -43,6 +43,8 @@ else
   DYNAMIC := -rdynamic
   SOURCE := $(BUILD)/src/
   RUNTIME := $(BUILD)/device.o
+  # The CPU device itself tells the thread sanitizer what CUDA orders (dev/cpu/tsan.h).
+  $(BUILD)/device.o: private COMPILE += $(if $(filter thread,$(SANITIZE)),-fno-sanitize=thread -DCPU_THREAD_SANITIZER)
 endif
 LIBS := -ldl
 # The library has an object for each kernel family, so that a program links only what it calls. What a program that links
@@ -72,7 +74,7 @@ WORKERS := $(if $(filter cuda,$(DEVICE)),4,auto)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
-all: $(KERNELS) ## every kernel's binary, for the device found (DEVICE=cpu|cuda, ARCHS="80 90", SANITIZE=address|undefined)
+all: $(KERNELS) ## every kernel's binary, for the device found (DEVICE=cpu|cuda, ARCHS="80 90", SANITIZE=address|undefined|thread)
 
 help: ## this list
 	@sed -n 's/^\([A-Za-z$$()_]*\):[^#]*## /\1 /p' $(firstword $(MAKEFILE_LIST)) | sed 's/^$$(KERNELS)/KERNEL/; s/($$(KERNELS))/($(KERNELS))/' | \

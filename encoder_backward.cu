@@ -217,10 +217,10 @@ struct Gradient {
     uint64_t seed;  // of stochastic rounding
 };
 
-// Zeros, if the gradient is overwritten.
+// Zeros, if the gradient is overwritten or the thread has no column: another thread stores there.
 template <typename gradX, int width>
-__device__ void load_old(Columns<gradX, width> &old, const Gradient<gradX> &gradient, size_t at) {
-    if (gradient.accumulate) {
+__device__ void load_old(Columns<gradX, width> &old, const Gradient<gradX> &gradient, size_t at, bool active) {
+    if (gradient.accumulate && active) {
         old.load_gradient(gradient.data + at);
     } else {
 #pragma unroll
@@ -311,7 +311,7 @@ __device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece,
     }
     if (!slice.active) return;
     Columns<gradX, width> old;
-    load_old(old, gradient, piece.row * C + slice.c);
+    load_old(old, gradient, piece.row * C + slice.c, true);
     store_new<stochastic>(gradient, piece.row * C + slice.c, sum, old);
 }
 
@@ -355,7 +355,7 @@ __device__ bool sum_batch(float (&sum)[width], Piece &piece, const Sums<floatX, 
     const unsigned b = number * kBatchPiece, count = number == pieces - 1 ? job.B - b : kBatchPiece;
     const size_t at = (size_t)t * job.C + slice.c;
     Columns<gradX, width> old;
-    if (pieces == 1) load_old(old, job.dwpe, at);
+    if (pieces == 1) load_old(old, job.dwpe, at, slice.active);
     auto good = [&](unsigned k) { return id_in_range(job.inp[(size_t)(b + k) * T + t], job.scratch.groups.V); };
     bool bad = false;
 #pragma unroll 4
@@ -437,7 +437,7 @@ __device__ void sum_short_groups(const Sums<floatX, gradX> &job, Slice slice, un
         if (i < bin.count) next = list[i];
         const size_t at = (size_t)group.id * job.C + slice.c;
         Columns<gradX, width> old;
-        load_old(old, job.dwte, at);
+        load_old(old, job.dwte, at, slice.active);
         float sum[width] = {};
         add_rows<floatX, 4>(sum, 0, group.length, [&](int k) {
             const unsigned p = group.length > 2 ? groups.positions[group.at0 + k] : k == 0 ? group.at0 : group.at1;

@@ -288,10 +288,12 @@ cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, T *kernel, const cudaL
     return cudaOccupancyMaxActiveClusters(clusters, (const void *)kernel, config);
 }
 
-inline void cudaGridDependencySynchronize() {}
-inline void cudaTriggerProgrammaticLaunchCompletion() {}
-
 namespace cpu {
+
+// Whether the device is to be told of atomics, fences and early starts: ThreadSanitizer goes by them.
+extern const bool watched;
+void before_atomic(const void *p), after_atomic(const void *p);
+void at_fence(), at_proxy_fence(), at_dependency_wait(), at_dependency_trigger();
 
 // The arguments of a launch, until the kernel's own parameter types are known.
 template <class... A> struct call;
@@ -372,6 +374,13 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     return cpu::launch(kernel, config, std::tuple<P...>(std::forward<A>(arguments)...));
 }
 
+inline void cudaGridDependencySynchronize() {
+    if (cpu::watched) cpu::at_dependency_wait();
+}
+inline void cudaTriggerProgrammaticLaunchCompletion() {
+    if (cpu::watched) cpu::at_dependency_trigger();
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Barriers and warp operations.
 
@@ -427,11 +436,23 @@ namespace cpu {
 template <class T> struct same { using type = T; };
 template <class T> using same_t = typename same<T>::type; // a parameter that takes no part in deduction
 
+// Tells the device of an atomic operation, as long as it lives.
+struct atomic_access {
+    const void *p;
+    explicit atomic_access(const void *p) : p(p) {
+        if (watched) before_atomic(p);
+    }
+    ~atomic_access() {
+        if (watched) after_atomic(p);
+    }
+};
+
 // Replaces *p by f(*p) in one step, whatever T is, and returns what was there. CUDA has no atomics on long.
 template <class T, class F> T atomic_update(T *p, F f) {
     static_assert(!std::is_same_v<T, long> && !std::is_same_v<T, unsigned long>, "CUDA wants long long here");
     static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8);
     using word = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+    atomic_access access(p);
     word *at = (word *)p, seen = __atomic_load_n(at, __ATOMIC_RELAXED);
     for (;;) {
         T old = bit_cast<T>(seen);
@@ -443,8 +464,10 @@ template <class T, class F> T atomic_update(T *p, F f) {
 } // namespace cpu
 
 template <class T> T atomicAdd(T *p, cpu::same_t<T> v) {
-    if constexpr (std::is_integral_v<T> && sizeof(T) >= 4) return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
-    else return cpu::atomic_update(p, [=](T old) { return old + v; });
+    if constexpr (std::is_integral_v<T> && sizeof(T) >= 4) {
+        cpu::atomic_access access(p);
+        return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+    } else return cpu::atomic_update(p, [=](T old) { return old + v; });
 }
 inline float2 atomicAdd(float2 *p, float2 v) { // as in CUDA, each element atomically, not the whole
     return {atomicAdd(&p->x, v.x), atomicAdd(&p->y, v.y)};
@@ -472,9 +495,14 @@ inline unsigned atomicInc(unsigned *p, unsigned top) {
     return cpu::atomic_update(p, [=](unsigned old) { return old >= top ? 0 : old + 1; });
 }
 
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence() {
+#ifndef __SANITIZE_THREAD__ // which understands no fence, so that g++ warns; atomics are a CPU's strongest anyway
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+    if (cpu::watched) cpu::at_fence();
+}
+inline void __threadfence_block() { __threadfence(); }
+inline void __threadfence_system() { __threadfence(); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Intrinsics.

@@ -5,6 +5,7 @@
 #include "cuda_runtime.h"
 #include "cuda/ptx"
 #include "cudaTypedefs.h"
+#include "tsan.h"
 
 #include <algorithm>
 #include <atomic>
@@ -36,6 +37,9 @@
 #endif
 
 namespace cpu {
+
+constexpr bool fixed_order = tsan::on; // which OS thread runs a block does not depend on time
+const bool watched = tsan::on;
 
 constexpr int max_threads = 1024, max_warps = max_threads / 32;
 constexpr int cluster_portable = 8, cluster_most = 16; // blocks
@@ -141,7 +145,9 @@ struct fiber {
     char *stack;
     size_t stack_bytes;
     fiber *next_free;
-    void *fake_stack; // AddressSanitizer's
+    void *fake_stack;                // AddressSanitizer's
+    tsan::context seen_as = nullptr; // by ThreadSanitizer: the thread of this stack
+    bool spent = false;              // a thread of the block has run on it, which under ThreadSanitizer is enough
 };
 
 // A CUDA thread that waits: the fiber it waits on, and for a warp operation what it brings and then what it gets.
@@ -175,6 +181,8 @@ struct cluster {
     std::atomic<unsigned> generation{0}, arrived{0}; // the cluster barrier: how often complete; blocks there since
     std::atomic<unsigned long long> changes{0};      // to what any thread may be waiting for: that, and mbarriers
     seat seats[cluster_most];
+    unsigned long long taken = 0; // clusters of the grid, under ThreadSanitizer
+    char start, end, barrier[2];  // for ThreadSanitizer: blocks begin, threads return, phases of the cluster barrier
 };
 
 // What a CUtensorMap holds.
@@ -218,6 +226,9 @@ struct job {
     int cluster_blocks = 1, workers = 1;      // of a cluster; OS threads to take part, at most
     std::unique_ptr<cluster[]> gangs;         // the OS threads' clusters, where they are of more than a block
     unsigned long long units;                 // clusters
+    int shift = 0;                            // which of the OS threads, or gangs, takes the first, where that is fixed
+    std::atomic<bool> triggered{false};       // a thread lets the next kernel start early
+    CUstream_st *stream = nullptr;
     std::atomic<unsigned long long> next_unit{0};
     std::atomic<bool> failed{false};
     std::string message; // written by whoever set `failed`
@@ -257,7 +268,7 @@ struct worker {
     int barrier_arrived = 0, barrier_votes = 0, barrier_result = 0;
 
     cluster alone, *gang = &alone; // the block's cluster
-    int rank = 0;                  // in it
+    int number = 0, rank = 0;      // of the OS thread in the job, and in the cluster
     uint3 place{};
     int cluster_arrived = 0;       // threads that have arrived at the cluster barrier; 0 again once all have
     bool cluster_used = false;     // `cluster_states` are not all 0
@@ -285,6 +296,17 @@ struct worker {
     int meetings[max_warps]{};  // how many of the warp's `meeting`s are open
     meeting meeting_of[max_warps][32];
     waiting waits[max_threads];
+
+    // What ThreadSanitizer goes by. A char is an address where some release and others acquire.
+    fiber *spent = nullptr;                     // stacks that are not used again in this block
+    tsan::context loader{}, reader{}, writer{}; // engines: copies into shared memory, and both ends of copies out of it
+    char issued, proxy;                         // copies are issued; fences of the asynchronous proxy
+    char barrier_phase[2], warp_phase[max_warps][32][2]; // __syncthreads; __syncwarp, by the mask's first lane
+    unsigned barriers = 0, warp_barriers[max_warps][32]{}; // complete, ever
+    char read_groups[max_threads][8], written_groups[max_threads][8]; // each thread's copies out of shared memory
+    bool fenced[max_threads];                                         // the thread has come by a fence
+    const void *atomics[max_threads][4];                              // that it touched last
+    unsigned char atomic_count[max_threads];
 
     ~worker() {
         for (char *chunk : chunks) munmap(chunk, chunk_bytes);
@@ -349,6 +371,7 @@ static void switch_to(worker &w, fiber *to, [[maybe_unused]] bool last = false) 
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_start_switch_fiber(last ? nullptr : &from->fake_stack, to->stack, to->stack_bytes);
 #endif
+    tsan::enter(to->seen_as);
     switch_context(&from->stopped, &to->stopped);
     arrived(w, from->fake_stack);
 }
@@ -361,12 +384,15 @@ static void reset_fiber(worker &w, fiber *f, int number) {
 #endif
     memcpy(f->stack, &canary, sizeof canary);
     f->fake_stack = nullptr;
+    f->spent = false;
+    f->seen_as = nullptr; // what the sanitizer has of one that was left in the middle of things is not used again
     start_context(&f->stopped, f->stack, top, run_threads);
     f->next_free = w.free;
     w.free = f;
 }
 
 static fiber *take_free_fiber(worker &w) {
+    tsan::hide_accesses own;
     if (!w.free) {
         void *chunk = mmap(nullptr, chunk_bytes, PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -387,7 +413,15 @@ static fiber *take_free_fiber(worker &w) {
     }
     fiber *f = w.free;
     w.free = f->next_free;
+    if (!f->seen_as) f->seen_as = tsan::create();
     return f;
+}
+
+// Puts the running fiber where it is found again: to be run by others, or under ThreadSanitizer by the next block.
+static void put_back(worker &w) {
+    fiber *&list = w.current->spent ? w.spent : w.free;
+    w.current->next_free = list;
+    list = w.current;
 }
 
 static void push_ready(worker &w, int thread) {
@@ -406,6 +440,7 @@ static int pop_ready(worker &w) {
 }
 
 void fail(const char *format, ...) {
+    tsan::hide_accesses own;
     char what[512];
     va_list arguments;
     va_start(arguments, format);
@@ -423,6 +458,7 @@ void fail(const char *format, ...) {
         snprintf(where, sizeof where, ", block (%u,%u,%u): ", blockIdx.x, blockIdx.y, blockIdx.z);
         if (!j.failed) j.message = "kernel " + kernel_name(j.kernel) + where + what;
         j.failed = true;
+        tsan::release(&j);
     }
     abandon(*self);
 }
@@ -464,16 +500,21 @@ int barrier(op what, int predicate) {
     if (w.barrier_arrived == 0) w.barrier_op = what;
     if (w.barrier_op != what) fail("threads wait at %s and at %s", name_of(w.barrier_op), name_of(what));
     w.barrier_votes += predicate != 0;
+    const char *const phase = &w.barrier_phase[w.barriers % 2];
+    tsan::release(phase);
     if (++w.barrier_arrived < w.threads) {
         wait(w);
+        tsan::acquire(phase);
         return w.barrier_result; // stands until all have read it: no barrier is complete without them
     }
     w.barrier_result = what == op::syncthreads_and  ? w.barrier_votes == w.threads
                        : what == op::syncthreads_or ? w.barrier_votes != 0
                                                     : w.barrier_votes;
     w.barrier_arrived = w.barrier_votes = 0;
+    w.barriers++;
     for (int t = 0; t < w.threads; t++)
         if (t != thread_index) push_ready(w, t);
+    tsan::acquire(phase);
     return w.barrier_result;
 }
 
@@ -549,10 +590,12 @@ static bool finish_meeting(worker &w, int warp, int index) {
         if (warp * 32 + lane != thread_index) push_ready(w, warp * 32 + lane);
     }
     w.meeting_of[warp][index] = w.meeting_of[warp][--w.meetings[warp]];
+    if (m.what == op::syncwarp) w.warp_barriers[warp][__builtin_ctz(m.mask)]++;
     return true;
 }
 
-// Lanes whose operation and mask agree meet, in any order; whoever comes last computes for all.
+// Lanes whose operation and mask agree meet, in any order; whoever comes last computes for all. Of all operations only
+// __syncwarp orders memory.
 unsigned long long meet(op what, unsigned mask, unsigned long long value, int source) {
     worker &w = *self;
     const int index = thread_index, warp = index / 32, lane = index % 32;
@@ -563,7 +606,11 @@ unsigned long long meet(op what, unsigned mask, unsigned long long value, int so
     while (i < w.meetings[warp] && (w.meeting_of[warp][i].what != what || w.meeting_of[warp][i].mask != mask)) i++;
     if (i == w.meetings[warp]) w.meeting_of[warp][w.meetings[warp]++] = {what, mask, 0};
     w.meeting_of[warp][i].lanes |= 1u << lane;
+    const int first = __builtin_ctz(mask);
+    const char *const phase = &w.warp_phase[warp][first][w.warp_barriers[warp][first] % 2];
+    if (what == op::syncwarp) tsan::release(phase);
     if (!finish_meeting(w, warp, i)) wait(w);
+    if (what == op::syncwarp) tsan::acquire(phase);
     return w.waits[index].value;
 }
 
@@ -600,6 +647,7 @@ static std::string why_stuck(const worker &w) {
 }
 
 [[noreturn]] static void fail_stuck(const worker &w) {
+    tsan::hide_accesses own;
     char what[512]; // not a string: fail() does not return, so nobody would free it
     snprintf(what, sizeof what, "%s", why_stuck(w).c_str());
     fail("%s", what);
@@ -608,8 +656,38 @@ static std::string why_stuck(const worker &w) {
 void poison(void *p, size_t bytes) {
     for (void *seen : self->poisoned)
         if (seen == p) return;
+    tsan::hide_accesses own;
     self->poisoned.push_back(p);
     memset(p, 0xff, bytes);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Atomics and fences, for ThreadSanitizer, which does not understand fences. An atomic operation releases if its thread
+// has come by a fence before. A fence acquires from the words that its thread touched atomically last.
+
+void before_atomic(const void *p) {
+    if (self && self->fenced[thread_index]) tsan::release(p);
+}
+
+void after_atomic(const void *p) {
+    if (!self) return;
+    worker &w = *self;
+    w.atomics[thread_index][w.atomic_count[thread_index]++ % 4] = p;
+}
+
+void at_fence() {
+    if (!self) return;
+    worker &w = *self;
+    for (int i = 0; i < std::min<int>(w.atomic_count[thread_index], 4); i++) tsan::acquire(w.atomics[thread_index][i]);
+    w.fenced[thread_index] = true;
+}
+
+void at_dependency_trigger() {
+    if (self) self->grid->triggered.store(true, std::memory_order_relaxed);
+}
+
+void at_proxy_fence() {
+    if (self) tsan::release(&self->proxy);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -633,6 +711,7 @@ static void nap(int naps) {
 static std::string describe(const worker &w, const uint64_t *barrier);
 
 [[noreturn]] static void fail_idle(const worker &w) {
+    tsan::hide_accesses own;
     char what[512];
     {
         const cluster &c = *w.gang;
@@ -660,6 +739,7 @@ static std::string describe(const worker &w, const uint64_t *barrier);
 // To be called when all threads of the block have been found waiting since the cluster's changes were `seen_changes`.
 static void rest(worker &w) {
     if (w.grid->failed.load(std::memory_order_relaxed)) abandon(w);
+    tsan::hide_accesses own;
     cluster &c = *w.gang;
     c.seats[w.rank].idle_at.store(w.seen_changes, std::memory_order_release);
     bool stuck = true;
@@ -716,6 +796,7 @@ void cluster_arrive() {
     const unsigned generation = c.generation.load(std::memory_order_acquire); // it stands until this block is all there
     state = 1 + generation % 2;
     w.cluster_used = true;
+    tsan::release(&c.barrier[generation % 2]);
     if (++w.cluster_arrived < w.threads) return;
     w.cluster_arrived = 0;
     c.seats[w.rank].arrived.store(generation + 1, std::memory_order_relaxed);
@@ -735,6 +816,7 @@ void cluster_wait() {
         w.parked[w.parked_count++] = (unsigned short)thread_index;
         wait(w);
     }
+    tsan::acquire(&w.gang->barrier[state - 1]);
     state = 0;
 }
 
@@ -871,8 +953,16 @@ static uint64_t update(const worker &w, const char *name, uint64_t *barrier, lon
     return seen;
 }
 
-uint64_t mbarrier_update(const char *name, bool near, uint64_t *barrier, unsigned expect, unsigned arrivals) {
+// For ThreadSanitizer, what happens before the barrier's phase of this parity is complete.
+static const char *phase_of(const uint64_t *barrier, unsigned parity) { return (const char *)barrier + parity; }
+static const char *phase_of(const uint64_t *barrier) {
+    return phase_of(barrier, unpack(__atomic_load_n(barrier, __ATOMIC_ACQUIRE)).phase);
+}
+
+uint64_t mbarrier_update(const char *name, bool near, uint64_t *barrier, unsigned expect, unsigned arrivals,
+                         bool releases) {
     check_barrier(*self, name, near, barrier);
+    if (tsan::on && releases) tsan::release(phase_of(barrier));
     return update(*self, name, barrier, expect, arrivals);
 }
 
@@ -886,6 +976,16 @@ unsigned mbarrier_parity(uint64_t state) {
 static int64_t row_end(const tensor &of, bool load) {
     const int64_t bytes = (int64_t)of.dims[0] * of.element_bytes;
     return load ? bytes : (bytes + 15) / 16 * 16;
+}
+
+// The bytes of each row of the box, where they are in the tensor.
+template <class F> static void each_row(const tile &t, bool load, F f) {
+    const tensor &of = t.of;
+    const int64_t size = of.element_bytes, x = t.at[0] * size;
+    const int64_t begin = std::max<int64_t>(x, 0), end = std::min(x + of.box[0] * size, row_end(of, load));
+    const int64_t last = std::min<int64_t>(t.at[1] + (int64_t)of.box[1], (int64_t)of.dims[1]);
+    for (int64_t y = std::max(t.at[1], 0); begin < end && y < last; y++)
+        f(of.base + y * (int64_t)of.row_bytes + begin, (size_t)(end - begin));
 }
 
 // Moves what is inside of the tensor; the rest of the box becomes 0 in shared memory. A swizzle moves the 16-byte parts
@@ -912,6 +1012,7 @@ static void move_tile(const tile &t, char *shared, bool load) {
 }
 
 static void finish(const worker &w, const bulk_in &copy) {
+    tsan::hide_accesses seen_at_issue;
     if (copy.part.of.rank) move_tile(copy.part, (char *)copy.to, true);
     else memcpy(copy.to, copy.from, copy.bytes);
     update(w, "cp_async_bulk", copy.barrier, -(long long)copy.bytes, 0);
@@ -935,7 +1036,10 @@ bool mbarrier_poll(const char *name, uint64_t *barrier, unsigned parity) {
     if (parity > 1) fail("%s: a parity of %u", name, parity);
     if (!w.loads.empty()) finish_loads(w, barrier);
     const mbarrier b = read(w, name, barrier, __atomic_load_n(barrier, __ATOMIC_ACQUIRE));
-    if (b.phase != parity) return true;
+    if (b.phase != parity) {
+        tsan::acquire(phase_of(barrier, parity));
+        return true;
+    }
     w.poll_name = name;
     w.poll_barrier = barrier;
     w.poll_parity = parity;
@@ -968,12 +1072,55 @@ static void check_bytes(const worker &w, const void *to, const void *from, unsig
     check_memory(from, bytes);
 }
 
+// What ThreadSanitizer sees of a copy: accesses by the engines, from the copy's issue until a thread waits for it. The
+// loader comes after the issue. The reader of what is stored comes after fences of the asynchronous proxy and after
+// loads, but not after other writes of the thread that issues the copy.
+static void see_load(worker &w, const bulk_in &copy) {
+    if (!tsan::on) return;
+    if (!w.loader) w.loader = tsan::create();
+    tsan::release(&w.issued);
+    tsan::as engine(w.loader);
+    tsan::acquire(&w.issued);
+    if (copy.part.of.rank) each_row(copy.part, true, [](char *row, size_t bytes) { tsan::reads(row, bytes); });
+    else if (copy.from) tsan::reads(copy.from, copy.bytes);
+    tsan::writes(copy.to, copy.bytes);
+    tsan::release(&w.proxy);
+    tsan::release(phase_of(copy.barrier));
+}
+
+static void see_store(worker &w, const bulk_out &copy) {
+    if (!tsan::on) return;
+    if (!w.reader) w.reader = tsan::create(), w.writer = tsan::create();
+    tsan::release(&w.issued);
+    {
+        tsan::as engine(w.reader);
+        tsan::acquire(&w.proxy);
+        tsan::reads(copy.from, copy.bytes);
+        tsan::release(&w.read_groups[copy.thread][copy.group % 8]);
+        tsan::release(&w.gang->end);
+    }
+    tsan::as engine(w.writer);
+    tsan::acquire(&w.issued);
+    if (copy.part.of.rank) each_row(copy.part, false, [](char *row, size_t bytes) { tsan::writes(row, bytes); });
+    else tsan::writes(copy.to, copy.bytes);
+    tsan::release(&w.written_groups[copy.thread][copy.group % 8]);
+    tsan::release(w.grid);
+}
+
+static void store(worker &w, const bulk_out &copy) {
+    see_store(w, copy);
+    tsan::hide_accesses own;
+    w.stores.push_back(copy);
+}
+
 static void load(worker &w, const char *name, const bulk_in &copy, bool near) {
     uint64_t *const barrier = copy.barrier;
     check_barrier(w, name, near, barrier);
     read(w, name, barrier, __atomic_load_n(barrier, __ATOMIC_ACQUIRE));
     const int rank = owner(w, barrier), to_rank = owner(w, copy.to);
     if (rank >= 0 && to_rank >= 0 && rank != to_rank) fail_at(w, barrier, name, " is not where the copy goes");
+    see_load(w, copy);
+    tsan::hide_accesses own;
     if (rank < 0 || rank == w.rank) w.loads.push_back(copy);
     else finish(w, copy); // waited for on another OS thread
 }
@@ -986,7 +1133,7 @@ void bulk_load(void *to, const void *from, unsigned bytes, uint64_t *barrier, bo
 void bulk_store(void *to, const void *from, unsigned bytes) {
     worker &w = *self;
     check_bytes(w, to, from, bytes, from);
-    w.stores.push_back({to, from, bytes, w.groups[thread_index] + 1, thread_index, {}});
+    store(w, {to, from, bytes, w.groups[thread_index] + 1, thread_index, {}});
 }
 
 // The box at `at` of the tensor that the map is of, which is read here and now, and how many bytes it has.
@@ -1018,11 +1165,7 @@ static void check_tile(const worker &w, const tile &t, const void *to, const voi
     check_bulk(w, name, to, from, bytes, shared);
     check_memory(shared, bytes);
 #ifdef __SANITIZE_ADDRESS__
-    const int64_t size = of.element_bytes, x = t.at[0] * size;
-    const int64_t begin = std::max<int64_t>(x, 0), end = std::min(x + of.box[0] * size, row_end(of, load));
-    const int64_t last = std::min<int64_t>(t.at[1] + (int64_t)of.box[1], (int64_t)of.dims[1]);
-    for (int64_t y = std::max(t.at[1], 0); begin < end && y < last; y++)
-        check_memory(of.base + y * (int64_t)of.row_bytes + begin, end - begin);
+    each_row(t, load, [](char *row, size_t bytes) { check_memory(row, bytes); });
 #endif
 }
 
@@ -1038,13 +1181,19 @@ void tensor_store(const void *map, int rank, const int32_t *at, const void *from
     unsigned bytes;
     const tile t = find_tile(map, rank, at, &bytes);
     check_tile(w, t, t.of.base, from, bytes, from);
-    w.stores.push_back({t.of.base, from, bytes, w.groups[thread_index] + 1, thread_index, t});
+    store(w, {t.of.base, from, bytes, w.groups[thread_index] + 1, thread_index, t});
 }
 
 void bulk_commit() { self->groups[thread_index]++; }
 
-void bulk_wait(int groups) {
+void bulk_wait(int groups, bool only_read) {
     worker &w = *self;
+    const unsigned last = w.groups[thread_index] - (unsigned)groups; // these are done, and those before
+    for (unsigned g = last - 7; tsan::on && g != last + 1; g++) {
+        tsan::acquire(&w.read_groups[thread_index][g % 8]);
+        if (!only_read) tsan::acquire(&w.written_groups[thread_index][g % 8]);
+    }
+    tsan::hide_accesses seen_at_issue;
     size_t left = 0;
     for (const bulk_out &copy : w.stores) {
         if (copy.thread != thread_index || (int)(w.groups[thread_index] - copy.group) < groups)
@@ -1061,6 +1210,8 @@ void store_async(void *to, const void *value, unsigned bytes, uint64_t *barrier)
     check_there(w, "st_async", owner(w, to));
     check_barrier(w, "st_async", false, barrier);
     if (owner(w, to) != owner(w, barrier)) fail_at(w, barrier, "st_async", " is not where the value goes");
+    see_load(*self, {to, nullptr, bytes, barrier, {}});
+    tsan::hide_accesses seen;
     memcpy(to, value, bytes);
     update(w, "st_async", barrier, -(long long)bytes, 0);
 }
@@ -1088,11 +1239,21 @@ static void finish_block(worker &w) {
     forbid(w.shared, w.grid->shared, true);
 }
 
+// The number of the next cluster of the grid for these OS threads. ThreadSanitizer sees no races between blocks on one
+// OS thread, since they share their shared memory; so the OS threads take turns, and neighbours are on different ones.
+static unsigned long long next_unit(job &j, cluster &c, int number) {
+    if (!fixed_order) return j.next_unit.fetch_add(1, std::memory_order_relaxed);
+    const int each = j.cluster_blocks, clusters = j.workers / each;
+    return c.taken++ * clusters + (unsigned)(number / each + j.shift) % clusters;
+}
+
+static char os_thread_begun; // for ThreadSanitizer: its thread_local variables, __shared__ ones among them, are there
+
 // The number of the next cluster, which the last of its blocks to be ready takes for all.
 static unsigned long long next_cluster(worker &w) {
     job &j = *w.grid;
     cluster &c = *w.gang;
-    if (c.blocks == 1) return j.next_unit.fetch_add(1, std::memory_order_relaxed);
+    if (c.blocks == 1) return next_unit(j, c, w.number);
     const unsigned round = c.rounds.load(std::memory_order_relaxed);
     if (c.ready.fetch_add(1, std::memory_order_acq_rel) + 1 < (unsigned)c.blocks) {
         for (int naps = 0; c.rounds.load(std::memory_order_acquire) == round;) {
@@ -1107,7 +1268,7 @@ static unsigned long long next_cluster(worker &w) {
         c.seats[i].idle_at.store(busy, std::memory_order_relaxed);
         forbid(c.seats[i].shared, c.shared_bytes, false);
     }
-    c.number = j.next_unit.fetch_add(1, std::memory_order_relaxed);
+    c.number = next_unit(j, c, w.number);
     c.rounds.store(round + 1, std::memory_order_release);
     return c.number;
 }
@@ -1116,9 +1277,21 @@ static unsigned long long next_cluster(worker &w) {
 static bool start_block(worker &w) {
     job &j = *w.grid;
     if (j.failed.load(std::memory_order_relaxed)) return false;
+    tsan::hide_accesses own;
+    tsan::acquire(&os_thread_begun);
+    tsan::acquire(&w.gang->end);
     finish_block(w);
     const unsigned long long unit = next_cluster(w);
     if (unit >= j.units) return false;
+    tsan::acquire(&w.gang->end); // of the other blocks
+    w.current->spent = false;
+    while (w.spent) { // their threads are ordered before the next ones
+        fiber *const f = w.spent;
+        w.spent = f->next_free;
+        f->spent = false;
+        f->next_free = w.free;
+        w.free = f;
+    }
     const unsigned long long row = unit / j.clusters.x;
     blockIdx = {(unsigned)(unit % j.clusters.x) * j.cluster_size.x + w.place.x,
                 (unsigned)(row % j.clusters.y) * j.cluster_size.y + w.place.y,
@@ -1132,6 +1305,7 @@ static bool start_block(worker &w) {
     if (w.threads % 32) w.gone[warps - 1] = ~0u << w.threads % 32;
     if (j.shared && w.gang->blocks == 1) memset(w.shared, 0xff, j.shared);
     reset_waits(w);
+    tsan::release(&w.gang->start);
     return true;
 }
 
@@ -1144,7 +1318,13 @@ static void run_thread(worker &w) {
         w.next_index.x = 0;
         if (++w.next_index.y == blockDim.y) w.next_index.y = 0, w.next_index.z++;
     }
+    w.fenced[index] = false;
+    w.atomic_count[index] = 0;
+    tsan::acquire(&w.gang->start);
+    tsan::acquire(w.grid->body);
     (*w.grid->body)();
+    tsan::release(w.grid);
+    tsan::release(&w.gang->end);
     check_stack(w);
     w.live--;
     w.gone[index / 32] |= 1u << index % 32;
@@ -1158,17 +1338,19 @@ static void run_threads() {
     for (;;) {
         if (w.ready_count && !w.start_first) {
             fiber *next = w.waits[pop_ready(w)].on;
-            w.current->next_free = w.free;
-            w.free = w.current;
+            put_back(w);
             switch_to(w, next);
+        } else if (w.started < w.threads && w.current->spent) {
+            put_back(w);
+            switch_to(w, take_free_fiber(w));
         } else if (w.started < w.threads) {
             w.start_first = false;
             run_thread(w);
+            w.current->spent = tsan::on;
         } else if (w.live > 0) {
             wait_for_cluster(w);
         } else if (!start_block(w)) {
-            w.current->next_free = w.free;
-            w.free = w.current;
+            put_back(w);
             switch_to(w, &w.home);
         }
     }
@@ -1195,13 +1377,24 @@ static void run_blocks(job &j, int number) {
     const int rank = number % j.cluster_blocks;
     const dim3 size = j.cluster_size;
     w.gang = j.gangs ? &j.gangs[number / j.cluster_blocks] : &w.alone;
+    w.gang->taken = 0;
+    w.number = number;
+    w.home.seen_as = tsan::current();
     w.gang->seats[rank].shared = w.shared;
     w.rank = rank;
     w.place = {rank % size.x, rank / size.x % size.y, rank / size.x / size.y};
     w.threads = w.started = w.live = 0;
     switch_to(w, take_free_fiber(w));
     if (w.abandoned) {
-        w.free = nullptr;
+        const auto give_up = [&](tsan::context c) { // what this one did is over
+            if (!c) return;
+            tsan::as given_up(c);
+            tsan::release(&j);
+            tsan::release(&w.gang->end);
+        };
+        for (const auto &f : w.fibers) give_up(f->seen_as);
+        for (const tsan::context engine : {w.loader, w.reader, w.writer}) give_up(engine);
+        w.free = w.spent = nullptr;
         for (size_t i = 0; i < w.fibers.size(); i++) reset_fiber(w, w.fibers[i].get(), (int)i + 1);
         std::fill(w.meetings, w.meetings + max_warps, 0);
         w.ready_head = w.ready_count = 0;
@@ -1228,10 +1421,12 @@ struct pool {
 
     pool() {
         const char *wanted = getenv("BOOKENDS_CPU_THREADS");
-        size = wanted ? atoi(wanted) : (int)std::thread::hardware_concurrency();
+        size = wanted ? atoi(wanted) : tsan::on ? 2 : (int)std::thread::hardware_concurrency();
         size = std::max(1, std::min(size, 1024));
     }
     void help(int number) {
+        tsan::release(&os_thread_begun);
+        tsan::hide_sync of_the_pool;
         std::unique_lock<std::mutex> guard(lock);
         std::condition_variable &mine = number < size ? wake : wake_more;
         for (unsigned long long seen = 0;;) {
@@ -1257,10 +1452,11 @@ struct pool {
         }
     }
     void run(job &j) {
+        tsan::hide_sync of_the_pool;
         std::lock_guard<std::mutex> alone(launching);
-        const int each = j.cluster_blocks;
-        const int gangs = (int)std::min<unsigned long long>(std::max(1, size / each), j.units);
-        if (gangs * each > 1) start(each == 1 ? size : gangs * each);
+        const int each = j.cluster_blocks, most = std::max(1, size / each);
+        const int gangs = fixed_order ? most : (int)std::min<unsigned long long>(most, j.units);
+                if (gangs * each > 1) start(each == 1 ? size : gangs * each);
         j.workers = std::min(gangs, started / each) * each;
         if (j.workers == 0) {
             j.failed = true;
@@ -1271,6 +1467,8 @@ struct pool {
             j.gangs = std::make_unique<cluster[]>((size_t)(j.workers / each));
             for (int i = 0; i < j.workers / each; i++) j.gangs[i].blocks = each, j.gangs[i].shared_bytes = j.shared;
         }
+        // A gang must be whole; else a single helper may be late.
+        const bool all = j.workers > 1 && (each > 1 || fixed_order);
         if (j.workers > 1) {
             std::lock_guard<std::mutex> guard(lock);
             grid = &j;
@@ -1281,8 +1479,8 @@ struct pool {
         }
         run_blocks(j, 0);
         std::unique_lock<std::mutex> guard(lock);
-        if (each == 1) grid = nullptr; // a gang must be whole; a single helper may be late
-        idle.wait(guard, [&] { return inside == 0 && (each == 1 || joined == j.workers - 1); });
+        if (!all) grid = nullptr;
+        idle.wait(guard, [&] { return inside == 0 && (!all || joined == j.workers - 1); });
         grid = nullptr;
     }
 };
@@ -1305,28 +1503,6 @@ static cudaError_t done(cudaError_t error) {
     if (broken) return cudaErrorLaunchFailure;
     if (error != cudaSuccess) last_error = error;
     return error;
-}
-
-// Runs the grid; an error stays.
-static void run_grid(const void *kernel, const cudaLaunchConfig_t &where, dim3 cluster_size,
-                     const std::function<void()> &body) {
-    if (broken) return;
-    job j;
-    j.kernel = kernel;
-    j.body = &body;
-    j.grid = where.gridDim;
-    j.block = where.blockDim;
-    j.cluster_size = cluster_size;
-    j.clusters = dim3(j.grid.x / cluster_size.x, j.grid.y / cluster_size.y, j.grid.z / cluster_size.z);
-    j.cluster_blocks = (int)(cluster_size.x * cluster_size.y * cluster_size.z);
-    j.shared = where.dynamicSmemBytes;
-    j.units = (unsigned long long)j.clusters.x * j.clusters.y * j.clusters.z;
-    the_pool().run(j);
-    if (!j.failed) return;
-    std::lock_guard<std::mutex> guard(broken_lock);
-    if (broken) return;
-    snprintf(broken_message, sizeof broken_message, "%s", j.message.c_str());
-    broken = true;
 }
 
 } // namespace cpu
@@ -1370,6 +1546,13 @@ struct CUstream_st {
     CUgraph_st *capture;  // what it is captured into, or null
     unsigned steps;       // so many things were captured from it
     bool joined;          // another stream of the capture has waited for all of them
+
+    // For ThreadSanitizer a stream is a thread that starts one operation after the other, and another that sees them
+    // completed. The kernels from first_pending to pending have let the next one start early.
+    int number = 0;
+    tsan::context seen_as{}, completion{};
+    char asked = 0, ran = 0, done = 0, ends[16]{};
+    unsigned first_pending = 0, pending = 0;
 };
 
 struct CUevent_st {
@@ -1397,7 +1580,19 @@ struct CUgraphExec_st {
 static std::mutex streams_lock;           // over all that streams, events and captures hold
 static std::vector<CUgraph_st *> captures; // those under way
 
-using locked = std::lock_guard<std::mutex>;
+// Holds a lock, which orders nothing that CUDA orders.
+template <class mutex> struct locked_as {
+    mutex &lock;
+    explicit locked_as(mutex &lock) : lock(lock) {
+        tsan::hide_sync of_the_device;
+        lock.lock();
+    }
+    ~locked_as() {
+        tsan::hide_sync of_the_device;
+        lock.unlock();
+    }
+};
+using locked = locked_as<std::mutex>;
 
 // The error of doing what captures forbid, which spoils them, or success where none is under way that minds.
 static cudaError_t refuse_while_capturing() {
@@ -1421,8 +1616,48 @@ static cudaError_t refuse_legacy_stream() {
     return cudaSuccess;
 }
 
+static CUstream_st legacy{true, nullptr, 0, false}; // the default stream
+static char all_done, all_blocking_done;             // what any stream, or any blocking stream, has done
+static thread_local CUstream_st *running = nullptr;  // the stream that this host thread does something for
+
+// For ThreadSanitizer, what follows in this stream comes after all that precedes.
+static void settle(CUstream_st &s) {
+    for (; tsan::on && s.first_pending != s.pending; s.first_pending++) tsan::acquire(&s.ends[s.first_pending % 16]);
+}
+
+// For ThreadSanitizer, the host thread comes after all that the stream has done.
+static void seen_done(cudaStream_t stream) { tsan::acquire(&(stream ? stream : &legacy)->done); }
+
+// Does the work as the stream's. To ThreadSanitizer a stream is one thread, so it must not do two things at once.
+static std::mutex running_lock;
+static void run_on(CUstream_st &s, const std::function<void()> &work) {
+    std::unique_ptr<locked> alone(tsan::on ? new locked(running_lock) : nullptr);
+    if (tsan::on && !s.seen_as) s.seen_as = tsan::create(), s.completion = tsan::create();
+    CUstream_st *const outer = running;
+    running = &s;
+    tsan::release(&s.asked);
+    {
+        tsan::as the_stream(s.seen_as);
+        tsan::acquire(&s.asked);
+        if (s.blocking) tsan::acquire(&s == &legacy ? &all_blocking_done : &legacy.done);
+        work();
+        tsan::release(&s.ran);
+    }
+    if (tsan::on) {
+        tsan::as what_is_done(s.completion);
+        tsan::acquire(&s.ran);
+        for (unsigned i = s.first_pending; i != s.pending; i++) tsan::acquire(&s.ends[i % 16]);
+        tsan::release(&s.done);
+        tsan::release(&all_done);
+        if (s.blocking) tsan::release(&all_blocking_done);
+    }
+    if (&s == &legacy) seen_done(nullptr); // programs for a CPU, whose memory is the host's, may take it for done
+    running = outer;
+}
+
 // Does the work, or captures it.
 static cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
+    tsan::hide_accesses when_the_work_is_freed; // the stream has read it
     if (broken) return cudaErrorLaunchFailure;
     {
         locked guard(streams_lock);
@@ -1436,13 +1671,16 @@ static cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
             return cudaSuccess;
         }
     }
-    work();
+    run_on(stream ? *stream : legacy, work);
+    work = nullptr;
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     if (!stream || flags > cudaStreamNonBlocking) return done(cudaErrorInvalidValue);
+    static std::atomic<int> streams{0};
     *stream = new CUstream_st{flags == cudaStreamDefault, nullptr, 0, false};
+    (*stream)->number = ++streams;
     return done(cudaSuccess);
 }
 
@@ -1470,12 +1708,15 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
             }
         }
     }
+    tsan::destroy(stream->seen_as);
+    tsan::destroy(stream->completion);
     delete stream;
     return done(cudaSuccess);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     locked guard(streams_lock);
+    if (!stream || !stream->capture) seen_done(stream);
     if (!stream) return done(refuse_legacy_stream());
     if (!stream->capture) return done(cudaSuccess);
     stream->capture->valid = false;
@@ -1483,7 +1724,10 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
 
-cudaError_t cudaDeviceSynchronize() { return done(refuse_while_capturing()); }
+cudaError_t cudaDeviceSynchronize() {
+    tsan::acquire(&all_done);
+    return done(refuse_while_capturing());
+}
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     if (!event) return done(cudaErrorInvalidValue);
@@ -1510,6 +1754,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     }
     if (!stream)
         if (cudaError_t error = refuse_legacy_stream()) return done(error);
+    CUstream_st &s = stream ? *stream : legacy;
+    run_on(s, [&] { settle(s), tsan::release(event); });
     event->capture = 0;
     event->recorded = true;
     event->when = std::chrono::steady_clock::now();
@@ -1520,6 +1766,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     if (!event) return done(cudaErrorInvalidResourceHandle);
     locked guard(streams_lock);
+    if (!event->capture && (!stream || !stream->capture))
+        run_on(stream ? *stream : legacy, [&] { tsan::acquire(event); });
     if (!event->capture) return done(cudaSuccess);
     for (CUgraph_st *g : captures) {
         if (g->id != event->capture) continue;
@@ -1543,6 +1791,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (!event) return done(cudaErrorInvalidResourceHandle);
     locked guard(streams_lock);
+    if (!event->capture) tsan::acquire(event);
     return done(event->capture ? cudaErrorCapturedEvent : cudaSuccess);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaEventQuery(event); }
@@ -1624,11 +1873,13 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    tsan::hide_accesses streams_have_read_it;
     delete graph;
     return done(graph ? cudaSuccess : cudaErrorInvalidValue);
 }
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    tsan::hide_accesses streams_have_read_it;
     delete exec;
     return done(exec ? cudaSuccess : cudaErrorInvalidValue);
 }
@@ -1696,6 +1947,52 @@ static dim3 cluster_size(const cudaLaunchConfig_t &where) {
     return dim3();
 }
 
+// For ThreadSanitizer, what the grid did: what follows in the stream comes after it, unless the grid allowed otherwise.
+static void see_end(CUstream_st &s, job &j) {
+    if (!tsan::on) return;
+    if (!j.triggered) return tsan::acquire(&j);
+    tsan::as what_is_done(s.completion);
+    tsan::acquire(&j);
+    tsan::release(&s.ends[s.pending++ % 16]);
+}
+
+// Runs the grid; an error stays.
+static void run_grid(const void *kernel, const cudaLaunchConfig_t &where, bool early, dim3 cluster_size,
+                     const std::function<void()> &body) {
+    if (broken) return;
+    job j;
+    j.kernel = kernel;
+    j.body = &body;
+    j.grid = where.gridDim;
+    j.block = where.blockDim;
+    j.cluster_size = cluster_size;
+    j.clusters = dim3(j.grid.x / cluster_size.x, j.grid.y / cluster_size.y, j.grid.z / cluster_size.z);
+    j.cluster_blocks = (int)(cluster_size.x * cluster_size.y * cluster_size.z);
+    j.shared = where.dynamicSmemBytes;
+    j.units = (unsigned long long)j.clusters.x * j.clusters.y * j.clusters.z;
+    CUstream_st &s = *running;
+    if (!early) settle(s);
+    j.stream = &s;
+    j.shift = s.number + (int)s.pending; // so that kernels which overlap are not on one OS thread
+    tsan::release(&body);
+    the_pool().run(j);
+    see_end(s, j);
+    if (!j.failed) return;
+    locked guard(broken_lock);
+    if (broken) return;
+    snprintf(broken_message, sizeof broken_message, "%s", j.message.c_str());
+    broken = true;
+}
+
+// Whether the kernel may start before the one in front of it has ended.
+static bool starts_early(const cudaLaunchConfig_t &where) {
+    for (unsigned i = 0; i < where.numAttrs; i++) {
+        if (where.attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization)
+            return where.attrs[i].val.programmaticStreamSerializationAllowed != 0;
+    }
+    return false;
+}
+
 static cudaError_t check_cluster(const void *kernel, dim3 grid, dim3 size) {
     if (!size.x || !size.y || !size.z) return cudaErrorInvalidClusterSize;
     if (grid.x % size.x || grid.y % size.y || grid.z % size.z) return cudaErrorInvalidClusterSize;
@@ -1733,15 +2030,24 @@ cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, const void *kernel, co
     return done(cudaSuccess);
 }
 
+void cpu::at_dependency_wait() {
+    if (!self) return;
+    const CUstream_st &s = *self->grid->stream;
+    for (unsigned i = s.first_pending; i != s.pending; i++) tsan::acquire(&s.ends[i % 16]);
+}
+
 cudaError_t cpu::launch(const void *kernel, const cudaLaunchConfig_t *where, std::function<void()> body) {
     if (self) fail("it launches a kernel, which the CPU device does not support");
     if (!where) return done(cudaErrorInvalidValue);
     cudaError_t error = check_config(kernel, *where);
     if (!error && !shared_fits(kernel, *where)) error = cudaErrorInvalidValue;
+    tsan::hide_accesses when_the_body_is_freed; // the grid has read it
     if (!error)
-        error = enqueue(where->stream, [kernel, where = *where, size = cluster_size(*where), body] {
-            run_grid(kernel, where, size, body); // the attributes may be gone by now
+        error = enqueue(where->stream, [kernel, where = *where, early = starts_early(*where),
+                                        size = cluster_size(*where), body = std::move(body)] {
+            run_grid(kernel, where, early, size, body); // the attributes may be gone by now
         });
+    body = nullptr;
     return done(error);
 }
 
@@ -1770,6 +2076,7 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
 
 cudaError_t cudaFree(void *p) {
     const cudaError_t error = refuse_while_capturing();
+    tsan::acquire(&all_done);
     if (!error) free(p);
     return done(error);
 }
@@ -1781,7 +2088,9 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
     if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return done(cudaErrorInvalidMemcpyDirection);
     if (bytes == 0) return done(cudaSuccess);
     if (!to || !from) return done(cudaErrorInvalidValue);
-    return done(enqueue(stream, [=] { memmove(to, from, bytes); }));
+    const cudaError_t error = enqueue(stream, [=] { settle(*running), memmove(to, from, bytes); });
+    if (kind != cudaMemcpyDeviceToDevice) seen_done(stream); // as of memory that is not page-locked
+    return done(error);
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
     return cudaMemcpyAsync(to, from, bytes, kind, nullptr);
@@ -1790,7 +2099,7 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind 
 cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t stream) {
     if (bytes == 0) return done(cudaSuccess);
     if (!p) return done(cudaErrorInvalidValue);
-    return done(enqueue(stream, [=] { memset(p, value, bytes); }));
+    return done(enqueue(stream, [=] { settle(*running), memset(p, value, bytes); }));
 }
 cudaError_t cudaMemset(void *p, int value, size_t bytes) { return cudaMemsetAsync(p, value, bytes, nullptr); }
 

@@ -1,4 +1,4 @@
-"""What pytest needs to know before it collects the tests: the device, and the address sanitizer's runtime."""
+"""What pytest needs to know before it collects the tests: the device, and the sanitizer's runtime."""
 
 import ctypes
 import os
@@ -13,32 +13,36 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.option.device:
         os.environ["BOOKENDS_DEVICE"] = config.option.device
-    if "address" in os.environ.get("SANITIZE", ""):
-        load_address_sanitizer(config)
+    for sanitizer in ("address", "thread"):
+        if sanitizer in os.environ.get("SANITIZE", ""):
+            load_sanitizer(config, sanitizer)
 
 
-def load_address_sanitizer(config):
-    """A library built with the address sanitizer loads only into a process that has its runtime from the start: so
-    Python is started anew with it, once. Python itself leaks as it likes. The programs that the tests start bring
-    their own runtime, and get the environment as it was."""
-    if "BOOKENDS_ASAN_OPTIONS" not in os.environ:
+def load_sanitizer(config, sanitizer):
+    """A library built with the address or the thread sanitizer loads only into a process that has its runtime from the
+    start: so Python is started anew with it, once. Python itself leaks as it likes, and a race ends it, so that the
+    test fails. The programs that the tests start bring their own runtime, and get the environment as it was."""
+    library, variable, own = {"address": ("libasan.so", "ASAN_OPTIONS", "detect_leaks=0:"),
+                              "thread": ("libtsan.so", "TSAN_OPTIONS", "halt_on_error=1:")}[sanitizer]
+    if "BOOKENDS_SANITIZER_OPTIONS" not in os.environ:
         compiler = (os.environ.get("CXX") or "g++").split()
-        runtime = subprocess.check_output(compiler + ["-print-file-name=libasan.so"], universal_newlines=True).strip()
+        runtime = subprocess.check_output(compiler + ["-print-file-name=" + library], universal_newlines=True).strip()
         if not os.path.isabs(runtime):
-            raise SystemExit("SANITIZE=address: %s has no libasan.so to load into Python" % " ".join(compiler))
-        os.environ["BOOKENDS_ASAN_OPTIONS"] = os.environ.get("ASAN_OPTIONS", "")
-        os.environ["ASAN_OPTIONS"] = "detect_leaks=0:" + os.environ.get("ASAN_OPTIONS", "")
+            raise SystemExit("SANITIZE=%s: %s has no %s to load into Python" % (sanitizer, " ".join(compiler), library))
+        os.environ["BOOKENDS_SANITIZER_OPTIONS"] = os.environ.get(variable, "")
+        os.environ[variable] = own + os.environ.get(variable, "")
         os.environ["LD_PRELOAD"] = runtime
         capture = config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.stop_global_capturing()
         terminal = os.dup(2)
         os.set_inheritable(terminal, True)
-        os.environ["BOOKENDS_ASAN_FD"] = str(terminal)
+        os.environ["BOOKENDS_SANITIZER_FD"] = str(terminal)
         os.execv(sys.executable, [sys.executable, "-m", "pytest", *config.invocation_params.args])
     if not hasattr(config, "workerinput"):  # past pytest, which would take the report down with it
-        ctypes.CDLL(None).__sanitizer_set_report_fd(ctypes.c_void_p(int(os.environ["BOOKENDS_ASAN_FD"])))
+        report_to = ctypes.c_void_p(int(os.environ["BOOKENDS_SANITIZER_FD"]))
+        ctypes.CDLL(None).__sanitizer_set_report_fd(report_to)
     starts_workers = getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
     if not starts_workers:  # the workers must inherit it; the programs must not
         os.environ.pop("LD_PRELOAD", None)
-        os.environ["ASAN_OPTIONS"] = os.environ["BOOKENDS_ASAN_OPTIONS"]
+        os.environ[variable] = os.environ["BOOKENDS_SANITIZER_OPTIONS"]

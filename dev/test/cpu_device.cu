@@ -445,7 +445,7 @@ __global__ void atomics(int *i, unsigned *u, unsigned long long *l, float *f, do
     atomicMax(&l[1], (unsigned long long)t << 33);
     atomicAdd(&f[0], 0.5f);
     atomicAdd(&d[0], 0.25);
-    for (int seen = i[4];;) { // the classical loop
+    for (int seen = atomicAdd(&i[4], 0);;) { // the classical loop
         const int before = atomicCAS(&i[4], seen, seen + 3);
         if (before == seen) break;
         seen = before;
@@ -943,7 +943,7 @@ __global__ void step_on(float *y, const size_t step, float one) {
 }
 
 template <class T, int n> __global__ void fill_with(T *out, const T value, dim3 seven) {
-    if (seven.x == 7) out[threadIdx.x] = value + n;
+    if (seven.x == 7 && blockIdx.x == 0) out[threadIdx.x] = value + n;
 }
 
 void case_launch_ex() {
@@ -1573,7 +1573,7 @@ void case_cluster_grid() {
 }
 
 __global__ void nothing(int *out) {
-    if (out) *out = 1;
+    if (out) atomicExch(out, 1);
 }
 
 void case_cluster_launch() {
@@ -1738,8 +1738,10 @@ __global__ void outside_own_mask(int *out) { out[threadIdx.x] = __shfl_sync(0x00
 __global__ void half_warp_short(int *out) { // lane 3 leaves the loop of its half before the others
     const int lane = threadIdx.x % 32;
     const unsigned mask = lane < 16 ? 0x0000ffff : 0xffff0000;
-    for (int i = 0; i < (lane == 3 ? 4 : 5); i++) out[threadIdx.x] += (int)__ballot_sync(mask, 1);
+    int sum = 0;
+    for (int i = 0; i < (lane == 3 ? 4 : 5); i++) sum += (int)__ballot_sync(mask, 1);
     __syncthreads();
+    if (sum == 0) atomicExch(out, 1);
 }
 
 __global__ void mask_too_old(int *out) { // lane 2 has left, but lane 0 still asks for it
@@ -1948,7 +1950,7 @@ __global__ void wait_for_slow(int *out) { // longer than it takes to call a clus
     if (cluster.block_rank() == 0 && threadIdx.x < 16)
         while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, &barriers_raw[0], 0)) {}
     cluster.sync();
-    out[blockIdx.x] = 1;
+    if (threadIdx.x == 0) out[blockIdx.x] = 1;
 }
 
 void case_slow_peer() {
@@ -2224,7 +2226,7 @@ __global__ void read_poison(int *out) {
     extern __shared__ unsigned dynamic_words[];
     if (threadIdx.x == 0) out[blockIdx.x] = isnan(unwritten) && table[4][6] == ~0u && dynamic_words[9] == ~0u;
     __syncthreads();
-    unwritten = 1, table[4][6] = 2, dynamic_words[9] = 3;
+    if (threadIdx.x == 1) unwritten = 1, table[4][6] = 2, dynamic_words[9] = 3;
 }
 
 void case_poison() {
@@ -2280,6 +2282,159 @@ void case_overrun_tensor() {
     finish();
 }
 
+// Races for ThreadSanitizer to report: each kernel lacks a barrier, a fence, a wait or an event.
+
+__global__ void race_block(int *out) {
+    __shared__ int words[64];
+    words[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = words[63 - threadIdx.x]; // of the other warp
+}
+void case_race_block() {
+    array<int> out(64);
+    race_block<<<1, 64>>>(out.p);
+    finish();
+}
+
+__global__ void race_warp(int *out) {
+    __shared__ int words[32];
+    words[threadIdx.x] = threadIdx.x;
+    __shfl_sync(0xffffffff, 0, 0); // orders no memory
+    out[threadIdx.x] = words[31 - threadIdx.x];
+}
+void case_race_warp() {
+    array<int> out(32);
+    race_warp<<<1, 32>>>(out.p);
+    finish();
+}
+
+__global__ void race_blocks(int *out) {
+    if (threadIdx.x == 0) *out = blockIdx.x;
+}
+void case_race_blocks() {
+    array<int> out(1);
+    race_blocks<<<2, 32>>>(out.p);
+    finish();
+}
+
+__global__ void race_fence(int *out, unsigned *count, bool fences) { // the last block adds up what all have written
+    if (threadIdx.x > 0) return;
+    out[blockIdx.x] = blockIdx.x;
+    if (fences) __threadfence();
+    if (atomicAdd(count, 1) + 1 < gridDim.x) return;
+    if (fences) __threadfence();
+    int sum = 0;
+    for (unsigned i = 0; i < gridDim.x; i++) sum += out[i];
+    out[gridDim.x] = sum;
+}
+void case_race_fence() {
+    array<int> out(5);
+    array<unsigned> count(2, 0);
+    race_fence<<<4, 32>>>(out.p, count.p, true);
+    expect(out.get()[4] == 6, "the sum with fences");
+    race_fence<<<4, 32>>>(out.p, count.p + 1, false);
+    finish();
+}
+
+template <bool load> __global__ void race_bulk(int *out) { // nobody waits: for what comes, or until it has been read
+    __shared__ alignas(16) int words[32];
+    __shared__ uint64_t full;
+    if (threadIdx.x == 0) ptx::mbarrier_init(&full, 1);
+    __syncwarp();
+    if (threadIdx.x == 0 && load) {
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full, 128);
+        ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, words, out, 128, &full);
+    } else if (threadIdx.x == 0) {
+        words[0] = 1;
+        ptx::fence_proxy_async(ptx::space_shared);
+        ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, out, words, 128);
+        ptx::cp_async_bulk_commit_group();
+    }
+    __syncwarp();
+    words[threadIdx.x] = 2;
+    if (load) while (!ptx::mbarrier_try_wait_parity(&full, 0)) {}
+    else if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+}
+void case_race_bulk_load() {
+    array<int> out(32, 0);
+    race_bulk<true><<<1, 32>>>(out.p);
+    finish();
+}
+void case_race_bulk_store() {
+    array<int> out(32, 0);
+    race_bulk<false><<<1, 32>>>(out.p);
+    finish();
+}
+
+__global__ void race_proxy(int *out) { // no fence between a store and the bulk copy that reads it
+    __shared__ alignas(16) int words[32];
+    words[threadIdx.x] = 1;
+    __syncwarp();
+    if (threadIdx.x > 0) return;
+    ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, out, words, 128);
+    ptx::cp_async_bulk_commit_group();
+    ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+}
+void case_race_proxy() {
+    array<int> out(32, 0);
+    race_proxy<<<1, 32>>>(out.p);
+    finish();
+}
+
+// Two streams; the event that the second should wait for is only recorded.
+void two_streams(bool waits) {
+    array<int> a(1000, 0);
+    cudaStream_t s[2];
+    cudaEvent_t event;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    for (auto &stream : s) check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    finish();
+    add_one_each<1><<<8, 128, 0, s[0]>>>(a.p, 1000, 1.0f);
+    check(cudaEventRecord(event, s[0]));
+    if (waits) check(cudaStreamWaitEvent(s[1], event));
+    add_one_each<2><<<8, 128, 0, s[1]>>>(a.p, 1000, 1.0f);
+    finish();
+    for (auto &stream : s) check(cudaStreamDestroy(stream));
+    check(cudaEventDestroy(event));
+}
+void case_two_streams() { two_streams(true); }
+void case_race_streams() { two_streams(false); }
+
+void case_race_hosts() { // two host threads, each with a stream
+    array<int> a(1000, 0);
+    finish();
+    std::vector<std::thread> hosts;
+    for (int h = 0; h < 2; h++)
+        hosts.emplace_back([&] {
+            cudaStream_t s;
+            check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+            add_one_each<1><<<8, 128, 0, s>>>(a.p, 1000, 1.0f);
+            check(cudaStreamSynchronize(s));
+            check(cudaStreamDestroy(s));
+        });
+    for (auto &h : hosts) h.join();
+}
+
+// The dependent kernel reads what the one in front of it writes, and does not wait for its end.
+__global__ void start_early(float *y, bool waits) {
+    cudaTriggerProgrammaticLaunchCompletion();
+    if (waits) cudaGridDependencySynchronize();
+    y[threadIdx.x] += 1;
+}
+void dependent_launches(bool waits) {
+    array<float> y(32, 0);
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaStream_t s;
+    check(cudaStreamCreate(&s));
+    cudaLaunchConfig_t config = {1, 32, 0, s, &early, 1};
+    for (int i = 0; i < 3; i++) check(cudaLaunchKernelEx(&config, start_early, y.p, waits));
+    expect_equal(y.get(), std::vector<float>(32, 3.0f), "three kernels");
+    check(cudaStreamDestroy(s));
+}
+void case_dependent_launches() { dependent_launches(true); }
+void case_race_dependent() { dependent_launches(false); }
+
 #else
 void only_cpu() { skip("about the CPU device only"); }
 constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_error_partial_masks = only_cpu,
@@ -2288,7 +2443,11 @@ constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_e
                case_bulk_deferred = only_cpu, case_error_mbarrier = only_cpu, case_error_waits = only_cpu,
                case_error_bulk = only_cpu, case_error_cluster = only_cpu, case_error_cluster_memory = only_cpu,
                case_slow_peer = only_cpu, case_error_tensor = only_cpu, case_tensor_deferred = only_cpu,
-               case_overrun_tensor = only_cpu;
+               case_overrun_tensor = only_cpu, case_race_block = only_cpu, case_race_warp = only_cpu,
+               case_race_blocks = only_cpu, case_race_fence = only_cpu, case_race_bulk_load = only_cpu,
+               case_race_bulk_store = only_cpu, case_race_proxy = only_cpu, case_race_streams = only_cpu,
+               case_race_hosts = only_cpu, case_race_dependent = only_cpu, case_two_streams = only_cpu,
+               case_dependent_launches = only_cpu;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2309,6 +2468,9 @@ const struct {
     CASE(error_warp), CASE(error_partial_masks), CASE(error_trap), CASE(launch_refused), CASE(poison),
     CASE(overrun_global), CASE(overrun_shared), CASE(overrun_bulk), CASE(overrun_tensor),
     CASE(bulk_deferred), CASE(tensor_deferred), CASE(error_mbarrier), CASE(error_waits), CASE(error_bulk),
+    CASE(two_streams), CASE(dependent_launches), CASE(race_block), CASE(race_warp), CASE(race_blocks),
+    CASE(race_fence), CASE(race_bulk_load), CASE(race_bulk_store), CASE(race_proxy), CASE(race_streams),
+    CASE(race_hosts), CASE(race_dependent),
     CASE(error_tensor), CASE(error_cluster), CASE(error_cluster_memory), CASE(slow_peer),
 };
 

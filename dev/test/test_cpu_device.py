@@ -12,6 +12,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / os.environ.get("BOOKENDS_BUILD", "build/cpu") / "test" / "cpu_device"
 ADDRESS_SANITIZER = "address" in os.environ.get("SANITIZE", "")
+THREAD_SANITIZER = "thread" in os.environ.get("SANITIZE", "")
+READ_EARLY = ("bulk_deferred", "tensor_deferred")  # what a copy has not brought yet
 
 
 def run(*arguments, **environment):
@@ -30,8 +32,10 @@ def test_is_built():
     assert cases()
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if not c.startswith("overrun")])
+@pytest.mark.parametrize("case", [c for c in cases() if not c.startswith(("overrun", "race"))])
 def test_case(case):
+    if THREAD_SANITIZER and case in READ_EARLY:
+        pytest.skip("a race on purpose")
     result = run(case)
     if result.returncode == 77:
         pytest.skip(result.stdout.strip())
@@ -54,6 +58,16 @@ def test_overrun_is_seen(case):
         pytest.skip(result.stdout.strip())
     assert result.returncode != 0
     assert "heap-buffer-overflow" in result.stderr and "write_past" in result.stderr, result.stderr
+
+
+@pytest.mark.skipif(not THREAD_SANITIZER, reason="needs a build with SANITIZE=thread")
+@pytest.mark.parametrize("case", [c for c in cases() if c.startswith("race") or c in READ_EARLY])
+def test_race_is_seen(case):
+    result = run(case)
+    if result.returncode == 77:
+        pytest.skip(result.stdout.strip())
+    assert result.returncode != 0
+    assert "ThreadSanitizer: data race" in result.stderr, result.stderr
 
 
 def test_unknown_case():
