@@ -777,11 +777,12 @@ struct LmHeadTuning {
 struct LmHeadDevice {
     int l2 = 0, multiprocessors = 1;
     bool has_product = false;  // of our own
+    bool tensor_cores = true;  // the CPU device has none
     bool ragged = false;       // cuBLASLt makes dX and dW of any number of columns: lm_head_create() tries
 };
 
 inline cudaError_t lm_head_device(LmHeadDevice *about) {
-    int device = 0, shared = 0;
+    int device = 0, shared = 0, major = 0;
     cudaError_t error = cudaGetDevice(&device);
     auto get = [&](int *value, cudaDeviceAttr attribute) {
         if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, device);
@@ -789,6 +790,8 @@ inline cudaError_t lm_head_device(LmHeadDevice *about) {
     get(&about->l2, cudaDevAttrL2CacheSize);
     get(&about->multiprocessors, cudaDevAttrMultiProcessorCount);
     get(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    get(&major, cudaDevAttrComputeCapabilityMajor);
+    about->tensor_cores = major > 0;
     cudaFuncAttributes kernel = {};  // code for another device than sm_90a takes no such blocks
     if (error == cudaSuccess) {
         error = cudaFuncGetAttributes(&kernel, lm_head_product_kernel<__nv_bfloat16, false, false, kNoExtras>);
@@ -1106,13 +1109,16 @@ inline bool plan_epilogue(LmHead &plan, size_t memory) {
 // takes to start and to end, and what the classifier moves; version 5's statistics take about as long as reading the
 // logits would. (Its numbers, exponents among them, are fitted to what products and whole plans took on an H200, of 128
 // to 8192 rows and C from 768 to 4096: most within 10%. They are ratios of times, and other GPUs' are much the same.)
+// On the CPU device operations are nearly all that counts: one takes about as long as three bytes. There version 5's own
+// product takes ten times as long as cuBLASLt's, since its instructions are emulated.
 inline double lm_head_cost(const LmHead &plan) {
     const LmHeadProblem &p = plan.problem;
     const double N = p.N, C = std::max(p.C, 1), V = p.V, size = lm_head_size(p.type), launch = p.tuning.launch;
-    const double SMs = plan.device.multiprocessors;
+    const double SMs = plan.device.multiprocessors, emulated = plan.device.tensor_cores ? 1 : 10;
+    const double rate = plan.device.tensor_cores ? p.tuning.operations : 1 / 3.0;
     const double slower = p.type != CUDA_R_32F ? 1 : p.tf32 ? 2 : 12;  // than products of 16 bits
     auto product = [&](double outputs, double terms, double bytes, bool of_tile) {
-        const double operations = 2 * outputs * terms * slower / p.tuning.operations * (of_tile ? 1.12 : 1);
+        const double operations = 2 * outputs * terms * slower / rate * (of_tile ? 1.12 : 1);
         return pow(pow(operations, 4) + pow(bytes, 4), 0.25) + launch;
     };
     const double rows = plan.rows, columns = plan.columns, blocks = N / rows, tiles = V / columns;
@@ -1132,11 +1138,12 @@ inline double lm_head_cost(const LmHead &plan) {
     const double make = use(full_rows * columns, C, W);
     double look = launch + passes * size * logits;
     if (plan.way == kLmHeadEpilogue) {
-        const double first = product(ceil(N / 128) * 128 * V, C, V * C * size, false) + 2 * launch + size * N * V;
+        const double first =
+            product(ceil(N / 128) * 128 * V, C * emulated, V * C * size, false) + 2 * launch + size * N * V;
         // Rounds of the multiprocessors, each with a tile whose gradients take as long as four more slices.
         const double rounds = ceil(ceil(rows / kProductRows) * ceil(columns / kProductColumns) / SMs);
         const double outputs = rounds * SMs * kProductRows * kProductColumns;
-        const double gradients = product(outputs, C + 4 * kProductDepth, W + size * logits, false);
+        const double gradients = product(outputs, (C + 4 * kProductDepth) * emulated, W + size * logits, false);
         return first + (plan.gradient() ? blocks * tiles * (gradients + dX + dW) : 0);
     }
     double again = 1;
@@ -2199,11 +2206,11 @@ struct LmHeadReference {
         W.resize((size_t)V * C);
         X.resize(count * C);
         known.resize(count);
-        Harness::in_pieces(V, [&](size_t from, size_t to) {
+        Harness::in_pieces("weights", V, [&](size_t from, size_t to) {
             for (size_t i = from * C; i < to * C; i++) W[i] = (float)W_values[i];
         });
         for (int j = 0; has_bias && j < V; j++) bias.push_back((float)bias_values[j]);
-        Harness::in_pieces(count, [&](size_t from, size_t to) {
+        Harness::in_pieces("reference", count, [&](size_t from, size_t to) {
             for (size_t k = from; k < to; k++) prepare_row(k, targets[k * rows.step]);
         });
     }
@@ -2399,11 +2406,22 @@ void lm_head_race(Harness &h) {
         const bool known = version > 0 && !(*plans)[version].empty();
         const Plan plan = known ? (*plans)[version][point] : nullptr;
         const double bytes = plan ? plan->bytes : 0, share = 100 * bytes / logits_bytes;
-        char words[160] = "";
+        char words[240] = "", reason[80] = "";
         if (plan) {
             const char *const ways[] = {"textbook", "rows", "vocabulary", "epilogue"};
-            snprintf(words, sizeof(words), "scratch %.1f%% of the logits | %s: %d of %d x %d%s", share, ways[plan->way],
-                     plan->buffers, plan->rows, plan->columns, has_room ? "" : " | no room for the bare gemms");
+            const int least_rows = std::min(N, 128), least_columns = std::min(V, 128);
+            const bool more = bytes > parse_memory(budgets[point], logits_bytes);
+            if (version <= 2) {
+                snprintf(reason, sizeof(reason), " (it holds all of them)");
+            } else if (more && !plan->by_tiles()) {
+                snprintf(reason, sizeof(reason), " (more than --memory: %d rows at least)", least_rows);
+            } else if (more) {
+                snprintf(reason, sizeof(reason), " (more than --memory: %d rows and %d columns at least)", least_rows,
+                         least_columns);
+            }
+            snprintf(words, sizeof(words), "scratch %.1f%% of the logits%s | %s: %d of %d x %d%s", share, reason,
+                     ways[plan->way], plan->buffers, plan->rows, plan->columns,
+                     has_room ? "" : " | no room for the bare gemms");
         }
         return {{"scratch_bytes", bytes, ""},
                 {"scratch_pct_of_logits", share, words, "scratch, % of the logits"},

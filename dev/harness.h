@@ -18,6 +18,7 @@
 #include <cstdarg>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <new>
 #include <set>
 #include <string>
@@ -25,6 +26,7 @@
 #include <vector>
 
 #include "../common.h"
+#include "harness/progress.h"
 
 namespace bookends {
 
@@ -320,6 +322,8 @@ struct Harness {
         parse(argc, argv);
         if (list) return finish(print_list());
         report = json_path == "-" ? stderr : stdout;
+        progress.program = name;
+        preparing.reset(new Progress::Stage("preparing"));
         find_device();
         try {
             (dtype == "fp32" ? fp32 : dtype == "fp16" ? fp16 : bf16)(*this);
@@ -379,6 +383,7 @@ struct Harness {
     template <typename Generator>
     auto input(const Generator &values, long long count) {
         auto *device = allocate<std::decay_t<decltype(values[0])>>((double)count);
+        const Progress::Stage stage("inputs");
         if (device) fill(device, values, count);
         return device;
     }
@@ -406,8 +411,12 @@ struct Harness {
         const bool whole = !initial;
         w.compare = [=] { return compare_output(what, data, rows, cols, whole, allowed_ulps, reference); };
         w.reference = [=] {
+            const Progress::Stage stage(what, rows);
             Expected row;
-            for (long long r = 0; r < rows; r++) expect(row, cols, reference, r);
+            for (long long r = 0; r < rows; r++) {
+                expect(row, cols, reference, r);
+                progress.done();
+            }
         };
         if (!std::is_integral_v<floatX>) w.tolerance = format("%g %s ulp", allowed_ulps, FloatFormat<floatX>::name);
         written.push_back(w);
@@ -423,11 +432,16 @@ struct Harness {
         return written.back().data;
     }
 
-    // work(from, to) over pieces of 0..count-1, a piece a core: for references.
+    // work(from, to) over pieces of 0..count-1, on all cores: for references. what: a name for it, for the progress.
     template <typename Work>
-    static void in_pieces(size_t count, Work work) {
+    static void in_pieces(const char *what, size_t count, Work work) {
+        const Progress::Stage stage(what, (long long)count);
         in_parallel(count, [&](size_t from, size_t to) {
-            work(from, to);
+            const size_t step = std::max<size_t>(1, (to - from) / 100);
+            for (size_t i = from; i < to; i += step) {
+                work(i, std::min(to, i + step));
+                progress.done((long long)std::min(step, to - i));
+            }
             return CheckResult();
         });
     }
@@ -448,6 +462,7 @@ struct Harness {
         }
         if (prepare_references && (do_check || version == 0)) prepare_references();
         if (version == 0) return race_reference();
+        preparing.reset();
         cuda_check(cudaStreamCreate(&stream));
         cuda_check(cudaDeviceSynchronize());
         if (do_bench && !ON_CPU) measure_copy();
@@ -469,6 +484,7 @@ struct Harness {
         for (char &c : line) {
             if ((unsigned char)c < 0x20) c = '?';  // one line, whatever the value held
         }
+        progress.stop();
         fprintf(stderr, "%s: %s\n", name, line.c_str());
         release();
         exit(status);
@@ -498,6 +514,7 @@ struct Harness {
     };
 
     std::vector<Entry> catalogue;
+    std::unique_ptr<Progress::Stage> preparing;  // until the first version runs
     std::vector<void *> allocations;
     double needed_bytes = 0;
     bool out_of_memory = false;
@@ -842,6 +859,7 @@ struct Harness {
     const int *upload_tokens(long long N, Make make) {
         int *device = allocate<int>((double)N);
         if (!device) return nullptr;
+        const Progress::Stage stage("token ids");
         host_tokens = make();
         cuda_check(cudaMemcpy(device, host_tokens.data(), N * sizeof(int), cudaMemcpyHostToDevice));
         return device;
@@ -971,6 +989,7 @@ struct Harness {
             return result;
         }
         const std::vector<long long> sample = rows_to_check(rows, cols);
+        const Progress::Stage stage(what, (long long)sample.size());
         result.sampled = (long long)sample.size() < rows;
         const long long chunk = std::max(1LL, (long long)(1 << 26) / std::max(cols * (long long)sizeof(floatX), 1LL));
         std::vector<floatX> host;
@@ -1001,6 +1020,7 @@ struct Harness {
         Expected row;
         for (size_t r = 0; r < count; r++) {
             expect(row, cols, reference, rows[r]);
+            progress.done();
             result.sampled = result.sampled || row.unknown;
             if (row.unknown) continue;
             result.elements += cols;
@@ -1175,6 +1195,7 @@ struct Harness {
             cuda_check(cudaEventRecord(events[2 * i], stream));
             cuda_check(enqueue());
             cuda_check(cudaEventRecord(events[2 * i + 1], stream));
+            progress.done();
         }
         cuda_check(cudaStreamSynchronize(stream));
         std::vector<double> milliseconds(runs);
@@ -1208,6 +1229,14 @@ struct Harness {
         return milliseconds;
     }
 
+    // How many launches measure() makes of a kernel that takes long: once, a batch in turns with the baseline, twice a
+    // graph.
+    static constexpr int kCpuBatch = 5, kCpuHot = 3;
+    long long fewest_runs() const {
+        const int batch = repeat > 0 ? repeat : ON_CPU ? kCpuBatch : 6;
+        return 1 + batch * (baseline.name ? 2LL : 1LL) + (ON_CPU ? 2 * kCpuHot : 3);
+    }
+
     // Cold: batches until the median stands still (within 0.5% of the batch before, 20 runs at least) or the time is
     // up. Hot: a graph of launches, replayed. Both after a warm-up long enough for the clocks to rise; and for products,
     // which draw all the power that a chip may have, to fall again and settle. A kernel that takes over 20 ms is run a
@@ -1220,7 +1249,7 @@ struct Harness {
         const double warm_seconds = ON_CPU ? 0.0 : baseline.name && once > 1 ? 0.5 : 0.05;
         while (seconds_now() - start < warm_seconds) time_runs(once > 5 ? 1 : 10, true, enqueue);
         const bool slow = once > 20;
-        const int batch = repeat > 0 ? repeat : ON_CPU ? 5 : slow ? 3 : 10;
+        const int batch = repeat > 0 ? repeat : ON_CPU ? kCpuBatch : slow ? 3 : 10;
         std::vector<double> all, others;
         start = seconds_now();
         for (double settled = -1;;) {
@@ -1244,15 +1273,18 @@ struct Harness {
 
     template <typename Enqueue>
     double time_hot(Enqueue enqueue, double estimate) {
-        const int launches = ON_CPU ? 3 : std::max(1, std::min(200, (int)(5.0 / std::max(estimate, 1e-3))));
+        const int launches = ON_CPU ? kCpuHot : std::max(1, std::min(200, (int)(5.0 / std::max(estimate, 1e-3))));
         cudaGraph_t graph;
         cudaGraphExec_t executable;
         cuda_check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
         for (int i = 0; i < launches; i++) cuda_check(enqueue());
         cuda_check(cudaStreamEndCapture(stream, &graph));
         cuda_check(cudaGraphInstantiate(&executable, graph, 0));
-        cuda_check(cudaGraphLaunch(executable, stream));
-        auto replay = [&] { return cudaGraphLaunch(executable, stream); };
+        auto replay = [&] {
+            progress.done(launches - 1);  // and the one that a run counts as
+            return cudaGraphLaunch(executable, stream);
+        };
+        time_runs(1, false, replay);
         const double median = quantile(time_runs(ON_CPU ? 1 : estimate > 20 ? 2 : 5, false, replay), 0.5);
         cuda_check(cudaGraphExecDestroy(executable));
         cuda_check(cudaGraphDestroy(graph));
@@ -1278,7 +1310,7 @@ struct Harness {
         Record record = {row.number, row.name, 0, {}};
         record.skipped = skip ? skip(row.number) : "";
         if (!record.skipped.empty()) {
-            fprintf(report, "skipped: %s\n", record.skipped.c_str());
+            print("skipped: %s\n", record.skipped.c_str());
             summary.push_back(record);
             return write_json(record);
         }
@@ -1289,32 +1321,39 @@ struct Harness {
             sizes.resize(points.size());
             for (size_t i = 0; i < sizes.size(); i++) sizes[i] = (int)i;
         }
-        if (before) before(row.number, stream);
+        if (before) {
+            const Progress::Stage stage(format("version %d: tuning", running));
+            before(row.number, stream);
+        }
         right = do_check ? check_version(sizes, row.reproducible, launch) : try_launches(sizes, launch);
         if (!right) exit_status = EXIT_WRONG;
         if (!right || !do_bench) return write_json(record);
         std::vector<Record> records;
-        for (int size : sizes) {
-            record.block_size = size;
-            record.times = measure([&] { return launch(size, stream); });
-            records.push_back(record);
+        {
+            const Progress::Stage stage(format("version %d: timing", running), sizes.size() * fewest_runs());
+            for (int size : sizes) {
+                record.block_size = size;
+                record.times = measure([&] { return launch(size, stream); });
+                records.push_back(record);
+            }
         }
         auto faster = [](const Record &a, const Record &b) { return a.times.median < b.times.median; };
         Record &best = *std::min_element(records.begin(), records.end(), faster);
         best.best = true;
         for (const Record &r : records) {
-            fprintf(report, "%s | time %.4f ms", place(r.block_size).c_str(), r.times.median);
+            print("%s | time %.4f ms", place(r.block_size).c_str(), r.times.median);
             if (baseline.name) {
-                fprintf(report, " | %.1f TFLOP/s | %.3fx the %s", tflops(r.times.median), ratio(r.times),
-                        baseline.name);
+                const double rate = tflops(r.times.median);
+                const RateUnit unit = rate_unit(rate);
+                print(" | %.1f %s | %.3fx the %s", rate * unit.per_tflops, unit.name, ratio(r.times), baseline.name);
             } else {
-                fprintf(report, " | bandwidth %.2f GB/s", gbps(r.times.median));
-                if (copy_gbps > 0) fprintf(report, " | %5.1f%% of copy", pct_of_copy(r.times.median));
+                print(" | bandwidth %.2f GB/s", gbps(r.times.median));
+                if (copy_gbps > 0) print(" | %5.1f%% of copy", pct_of_copy(r.times.median));
             }
             for (const Figure &f : figures_of(r)) {
-                if (!f.words.empty()) fprintf(report, " | %s", f.words.c_str());
+                if (!f.words.empty()) print(" | %s", f.words.c_str());
             }
-            fprintf(report, "%s\n", r.best ? "  <- best" : "");
+            print("%s\n", r.best ? "  <- best" : "");
             write_json(r);
         }
         summary.push_back(best);
@@ -1328,22 +1367,26 @@ struct Harness {
         CheckResult all;
         auto check = [&](int size, const std::string &before) {
             all = check_once(launch, size, before);
+            progress.done();
             max_error = std::max(max_error, all.max_error);
-            if (!all.ok) fprintf(report, "check: %s: %s: WRONG\n", place(size, false).c_str(), all.message.c_str());
+            if (!all.ok) print("check: %s: %s: WRONG\n", place(size, false).c_str(), all.message.c_str());
             return all.ok;
         };
         const std::string first = "at " + place(sizes[0], false);
+        const bool all_twice = reproducible == kSameAtABlockSize;
+        const size_t launches = all_twice ? 2 * sizes.size() : sizes.size() + (reproducible == kSameBits);
+        const Progress::Stage stage(format("version %d: check", running), (long long)launches);
         for (size_t i = 0; i < sizes.size(); i++) {
             const bool again = reproducible == kSameBits && i > 0;
-            const bool twice = reproducible == kSameAtABlockSize || (reproducible == kSameBits && i == 0);
+            const bool twice = all_twice || (reproducible == kSameBits && i == 0);
             if (!check(sizes[i], again ? first : "")) return false;
             if (twice && !check(sizes[i], "the launch before")) return false;
         }
         const char *promised[] = {", the same bits each time", ", the same bits each time at a block size", ""};
         if (!block_sizes) promised[kSameAtABlockSize] = promised[kSameBits];
-        fprintf(report, "check: max error %.1f%s (allowed %s) over %lld elements%s%s: ok\n", max_error,
-                all.slack ? " beyond what float sums may be off" : "", tolerances().c_str(), all.elements,
-                all.sampled ? " of sampled rows" : "", promised[reproducible]);
+        print("check: max error %.1f%s (allowed %s) over %lld elements%s%s: ok\n", max_error,
+              all.slack ? " beyond what float sums may be off" : "", tolerances().c_str(), all.elements,
+              all.sampled ? " of sampled rows" : "", promised[reproducible]);
         return true;
     }
 
@@ -1360,10 +1403,12 @@ struct Harness {
     // What --bench has instead of a check.
     template <typename LaunchOne>
     bool try_launches(const std::vector<int> &sizes, LaunchOne launch) {
+        const Progress::Stage stage(format("version %d: first launches", running), (long long)sizes.size());
         for (int size : sizes) {
             const cudaError_t error = launch_and_wait(launch, size);
+            progress.done();
             if (error == cudaSuccess) continue;
-            fprintf(report, "%s: launch failed: %s: WRONG\n", place(size, false).c_str(), cudaGetErrorString(error));
+            print("%s: launch failed: %s: WRONG\n", place(size, false).c_str(), cudaGetErrorString(error));
             return false;
         }
         return true;
@@ -1379,8 +1424,10 @@ struct Harness {
     }
 
     void race_reference() {
+        preparing.reset();
         print_heading(0, "CPU reference");
         do_check = false;
+        const Progress::Stage stage("CPU reference");
         const double start = seconds_now();
         for (const Written &w : written) {
             if (w.reference) w.reference();
@@ -1388,7 +1435,7 @@ struct Harness {
         Record record = {0, "CPU reference", 0, {}};
         record.times.runs = 1;
         record.times.min = record.times.median = record.times.p90 = record.times.hot = (seconds_now() - start) * 1e3;
-        fprintf(report, "time %.4f ms (one core, in double)\n", record.times.median);
+        print("time %.4f ms (one core, in double)\n", record.times.median);
         write_json(record);
     }
 
@@ -1398,6 +1445,16 @@ struct Harness {
     double gbps(double milliseconds) const { return milliseconds > 0 ? bytes / milliseconds * 1e-6 : 0; }
     double pct_of_copy(double milliseconds) const { return copy_gbps > 0 ? 100 * gbps(milliseconds) / copy_gbps : 0; }
     double tflops(double milliseconds) const { return milliseconds > 0 ? flops / milliseconds * 1e-9 : 0; }
+
+    // The unit for a rate of operations that leaves a number of at least 1, and how many of it are a TFLOP/s.
+    struct RateUnit {
+        const char *name;
+        double per_tflops;
+    };
+    static RateUnit rate_unit(double tflops) {
+        if (tflops >= 1) return {"TFLOP/s", 1};
+        return tflops >= 1e-3 ? RateUnit{"GFLOP/s", 1e3} : RateUnit{"MFLOP/s", 1e6};
+    }
     static double ratio(const Times &times) { return times.baseline > 0 ? times.median / times.baseline : 0; }
 
     // What a version is run at: a block size, or one of the points.
@@ -1417,63 +1474,64 @@ struct Harness {
 
     void print_device() {
         if (ON_CPU) {
-            fprintf(report, "device: %s, %d cores: its times say nothing about a GPU\n", device.name,
-                    device.multiProcessorCount);
+            print("device: %s, %d cores: its times say nothing about a GPU\n", device.name, device.multiProcessorCount);
             return;
         }
-        fprintf(report, "device: %s (sm_%d%d, %d SMs)", device.name, device.major, device.minor,
-                device.multiProcessorCount);
-        if (copy_gbps > 0) fprintf(report, ", copy %.0f GB/s", copy_gbps);
-        fprintf(report, "\n");
+        print("device: %s (sm_%d%d, %d SMs)", device.name, device.major, device.minor, device.multiProcessorCount);
+        if (copy_gbps > 0) print(", copy %.0f GB/s", copy_gbps);
+        print("\n");
     }
 
     void print_heading(int number, const char *version_name) {
-        fprintf(report, "%s %d \"%s\":", name, number, version_name);
-        for (const Dim &d : dims) fprintf(report, " %s=%d", d.name, d.value);
-        fprintf(report, " %s tokens=%s", dtype.c_str(), token_source.c_str());
+        print("%s %d \"%s\":", name, number, version_name);
+        for (const Dim &d : dims) print(" %s=%d", d.name, d.value);
+        print(" %s tokens=%s", dtype.c_str(), token_source.c_str());
         for (const Choice &c : choices) {
             if (c.chosen == 0) continue;
-            fprintf(report, " %s", key_of(c.option).c_str());
-            if (!c.values.empty()) fprintf(report, "=%s", c.values[c.chosen]);
+            print(" %s", key_of(c.option).c_str());
+            if (!c.values.empty()) print("=%s", c.values[c.chosen]);
         }
         for (const Number &n : numbers) {
-            if (n.value != n.normally) fprintf(report, " %s=%s", key_of(n.option).c_str(), text_of(n).c_str());
+            if (n.value != n.normally) print(" %s=%s", key_of(n.option).c_str(), text_of(n).c_str());
         }
         for (const Text &t : texts) {
-            if (t.value != t.normally) fprintf(report, " %s=%s", key_of(t.option).c_str(), t.value.c_str());
+            if (t.value != t.normally) print(" %s=%s", key_of(t.option).c_str(), t.value.c_str());
         }
-        fprintf(report, "\n");
+        print("\n");
         fflush(report);
     }
 
     void print_summary() {
         const bool bandwidth = !baseline.name;
         const int width = std::max(10, point_width());
-        fprintf(report, "\n%-8s %-16s %*s %12s %14s", "version", "name", width, block_sizes ? "block_size" : "at",
-                "time (ms)", bandwidth ? "GB/s" : "TFLOP/s");
-        if (!bandwidth) fprintf(report, "  x the %s", baseline.name);
-        if (bandwidth && copy_gbps > 0) fprintf(report, " %10s", "% of copy");
+        double most = 0;  // one unit for the column
+        for (const Record &r : summary) most = std::max(most, tflops(r.times.median));
+        const RateUnit unit = rate_unit(most);
+        print("\n%-8s %-16s %*s %12s %14s", "version", "name", width, block_sizes ? "block_size" : "at", "time (ms)",
+              bandwidth ? "GB/s" : unit.name);
+        if (!bandwidth) print("  x the %s", baseline.name);
+        if (bandwidth && copy_gbps > 0) print(" %10s", "% of copy");
         for (const Figure &f : summary.empty() ? std::vector<Figure>() : figures_of(summary[0])) {
-            if (!f.column.empty()) fprintf(report, "  %s", f.column.c_str());
+            if (!f.column.empty()) print("  %s", f.column.c_str());
         }
-        fprintf(report, "\n");
+        print("\n");
         for (const Record &r : summary) {
-            fprintf(report, "%-8d %-16s ", r.version, r.name);
+            print("%-8d %-16s ", r.version, r.name);
             if (!r.skipped.empty()) {
-                fprintf(report, "%*s\n", width, "skipped");
+                print("%*s\n", width, "skipped");
                 continue;
             }
             const std::string at = block_sizes ? std::to_string(r.block_size) : place(r.block_size, false);
-            const double rate = bandwidth ? gbps(r.times.median) : tflops(r.times.median);
-            fprintf(report, "%*s %12.4f %14.2f", width, at.c_str(), r.times.median, rate);
-            if (!bandwidth) fprintf(report, " %*.3f", 7 + (int)strlen(baseline.name), ratio(r.times));
-            if (bandwidth && copy_gbps > 0) fprintf(report, " %9.1f%%", pct_of_copy(r.times.median));
+            const double rate = bandwidth ? gbps(r.times.median) : tflops(r.times.median) * unit.per_tflops;
+            print("%*s %12.4f %14.2f", width, at.c_str(), r.times.median, rate);
+            if (!bandwidth) print(" %*.3f", 7 + (int)strlen(baseline.name), ratio(r.times));
+            if (bandwidth && copy_gbps > 0) print(" %9.1f%%", pct_of_copy(r.times.median));
             for (const Figure &f : figures_of(r)) {
-                if (!f.column.empty()) fprintf(report, "  %*.1f", (int)f.column.size(), f.value);
+                if (!f.column.empty()) print("  %*.1f", (int)f.column.size(), f.value);
             }
-            fprintf(report, "\n");
+            print("\n");
         }
-        if (ON_CPU) fprintf(report, "(times on the CPU device, which say nothing about a GPU)\n");
+        if (ON_CPU) print("(times on the CPU device, which say nothing about a GPU)\n");
     }
 
     // One object a line, always with the same keys. What was not measured is null; block_size 0: all or none.
@@ -1531,9 +1589,18 @@ struct Harness {
                        checked && std::isfinite(max_error) ? format("%g", max_error).c_str() : "null", allowed_error,
                        bookends_commit);
         FILE *file = json_path == "-" ? stdout : fopen(json_path.c_str(), "a");
-        const bool written = file && fputs(line.c_str(), file) >= 0 && fflush(file) == 0;
+        bool written = false;
+        progress.aside([&] { written = file && fputs(line.c_str(), file) >= 0 && fflush(file) == 0; });
         if (file && file != stdout) fclose(file);
         if (!written) refuse(EXIT_BAD_INPUT, "--json: cannot write '%s': %s", json_path.c_str(), strerror(errno));
+    }
+
+    // Prints to the report.
+    __attribute__((format(printf, 2, 3))) void print(const char *pattern, ...) const {
+        va_list arguments;
+        va_start(arguments, pattern);
+        progress.aside([&] { vfprintf(report, pattern, arguments); });
+        va_end(arguments);
     }
 
     static std::string text_of(const Number &n) { return format(n.whole ? "%.0f" : "%.9g", n.value); }

@@ -157,6 +157,7 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
     ("parts/hopper.h", HOPPER),
     ("parts/launch.h", HOPPER | {"encoder_backward", *objects("encoder_backward")}),
     ("dev/harness.h", OBJECTS | BINARIES),
+    ("dev/harness/progress.h", OBJECTS | BINARIES),
     ("dev/lib/bookends.h", LIBRARY),
     ("dev/lib/internal.h", LIBRARY),
     ("dev/lib/bookends.cu", {"dev/lib/bookends.o", "libbookends.so"}),
@@ -255,9 +256,9 @@ def test_the_header_comments_command(name, tmp_path):
     command = re.search(r"Compile: +(nvcc .*)", header).group(1).split()
     assert name in command and "-arch=native" in command
     output = command[command.index("-o") + 1]
-    parts = [str(part.relative_to(ROOT)) for part in (ROOT / "parts").iterdir()]
-    for needed in ("common.h", *parts, "dev/harness.h", *KERNELS):
-        (tmp_path / needed).parent.mkdir(exist_ok=True)
+    headers = [str(path.relative_to(ROOT)) for folder in ("parts", "dev/harness") for path in (ROOT / folder).iterdir()]
+    for needed in ("common.h", *headers, "dev/harness.h", *KERNELS):
+        (tmp_path / needed).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(str(ROOT / needed), str(tmp_path / needed))
     command = [NVCC if part == "nvcc" else part.replace("native", "sm_90") for part in command]
     result = subprocess.run(command, cwd=str(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=600,
@@ -556,7 +557,7 @@ def test_common_stands_alone():
         assert word not in text, word
     assert "#include <cuda/ptx>" not in text
     of_harness = [include for include in includes(ROOT / "dev" / "harness.h") if include.startswith('"')]
-    assert of_harness == ['"../common.h"']
+    assert of_harness == ['"../common.h"', '"harness/progress.h"']
 
 
 def test_the_makefile_knows_every_kernel():

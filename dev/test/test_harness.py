@@ -2,7 +2,12 @@
 
 import json
 import os
+import pty
 import re
+import select
+import subprocess
+import tempfile
+import time
 
 import numpy as np
 import pytest
@@ -360,9 +365,9 @@ def test_points():
     timed = [line for line in lines if line.startswith(("one ", "the other "))]
     assert len(timed) == 2 * len(RIGHT)
     for i, line in enumerate(timed):
-        assert re.fullmatch(r"%s \| time \d+\.\d{4} ms \| \d+\.\d TFLOP/s \| \d+\.\d{3}x the copies%s(  <- best)?" % (
+        assert re.fullmatch(r"%s \| time \d+\.\d{4} ms \| \d+\.\d [TGM]FLOP/s \| \d+\.\d{3}x the copies%s(  <- best)?" % (
             ("one      ", "the other")[i % 2], (r"", r" \| twice as much")[i % 2]), line), line
-    assert re.search(r"^version +name +at +time \(ms\) +TFLOP/s +x the copies  twice it$", result.stderr, re.M)
+    assert re.search(r"^version +name +at +time \(ms\) +[TGM]FLOP/s +x the copies  twice it$", result.stderr, re.M)
     table = [line for line in lines if re.match(r"\d+ ", line) and not line.endswith("skipped")]
     ends = {"one": "       0.0", "the other": "       2.0"}  # a figure that has a column, at the best point
     assert [int(line.split()[0]) for line in table] == list(RIGHT)
@@ -405,6 +410,86 @@ def test_rows_that_the_reference_does_not_know():
     assert result.returncode == 0 and "of sampled rows" in result.stdout and "of sampled rows" not in known.stdout
     counts = [int(re.search(r"over (\d+) elements", output.stdout).group(1)) for output in (known, result)]
     assert counts[0] - counts[1] == 1
+
+
+@pytest.mark.parametrize("flops, unit", [(0, "MFLOP/s"), (100, "[MGT]FLOP/s")])
+def test_rates_have_a_unit_that_fits(flops, unit):
+    """The number in the line and in the table is at least 1, and is the one of the JSON record."""
+    skip = {**POINTS, "PLANTED_SKIP": " %s " % " ".join(map(str, WRONG))}
+    result = planted("all", "--bench", "--repeat", 1, "--more-flops", flops, "--json", "-", env=skip)
+    assert result.returncode == 0, result
+    timed = re.findall(r"^(?:one|the other) +\|.* (\d+\.\d) (.FLOP/s) ", result.stderr, re.M)
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    records = [record for record in records if record["skipped"] is None]
+    assert len(timed) == len(records) and re.search(r"^version .* %s " % unit, result.stderr, re.M)
+    for (number, its), record in zip(timed, records):
+        rate = (record["tflops"] or 0) * {"M": 1e6, "G": 1e3, "T": 1}[its[0]]
+        assert float(number) == pytest.approx(rate, abs=0.06) and (rate >= 1 or its == "MFLOP/s")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# progress
+
+def slow(*arguments, milliseconds, seconds=None, terminal=True):
+    """(status, stdout, stderr) of a run whose launches sleep so long; the status is None if it is ended after some
+    seconds, or as soon as it has announced something."""
+    main_end, its_end = pty.openpty() if terminal else os.pipe()
+    command = [str(bookends.BUILD / "test/planted"), *map(str, arguments)]
+    with tempfile.TemporaryFile() as out:
+        process = subprocess.Popen(command, stdout=out, stderr=its_end,
+                                   env={**os.environ, "PLANTED_SLEEP_MS": str(milliseconds)})
+        os.close(its_end)
+        text, start, ended = b"", time.monotonic(), False
+        while not ended:
+            if seconds and (time.monotonic() - start > seconds or b"takes about" in text):
+                process.kill()
+                break
+            if select.select([main_end], [], [], 0.1)[0]:
+                try:
+                    some = os.read(main_end, 65536)
+                except OSError:  # a terminal at its end
+                    some = b""
+                text, ended = text + some, some == b""
+        status = process.wait()
+        os.close(main_end)
+        out.seek(0)
+        return None if status < 0 else status, out.read().decode(), text.decode().replace("\r\n", "\n")
+
+
+def test_progress_on_a_terminal():
+    """From the third second on, one line that is drawn over itself and erased; the report is as without it."""
+    status, out, err = slow(1, "--check", milliseconds=700)  # seven launches
+    assert status == 0 and out.splitlines() == planted(1, "--check").stdout.splitlines()
+    lines = err.split("\r\x1b[K")
+    assert lines[0] == "" and lines[-1] == "" and len(lines) > 5, err
+    for line in lines[1:-1]:
+        match = re.fullmatch(r"planted: version 1: check (\d+)%( \| \w+ \d+%)? \| (\d) s(, about \d+ s left)?", line)
+        assert match and int(match.group(3)) >= 2, line
+        assert (match.group(4) is None) == (match.group(1) == "0"), line
+    shares = [int(re.search(r"(\d+)%", line).group(1)) for line in lines[1:-1]]
+    assert shares == sorted(shares) and 0 < shares[-1] < 100 and len(set(shares)) > 2
+
+
+def test_no_progress_elsewhere():
+    """Neither without a terminal nor before the third second."""
+    assert slow(1, "--check", milliseconds=700, terminal=False)[::2] == (0, "")
+    assert slow(1, "--check", milliseconds=100)[::2] == (0, "")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_work_of_more_than_a_minute_is_announced(terminal):
+    """By one line with an estimate: 1 + 500 + 6 launches (3, in the graphs) of 0.5 s."""
+    status, _, err = slow(1, "--bench", "--repeat", 500, "--block-size", 256, milliseconds=500, seconds=60,
+                          terminal=terminal)
+    announced = re.findall(r"^(?:.*\x1b\[K)?planted: version 1: timing takes about (\d) min$", err, re.M)
+    assert status is None and len(announced) == 1 and 3 <= int(announced[0]) <= 8, err
+    if not terminal:
+        assert err.count("\n") == 1, err
+
+
+def test_a_refusal_erases_the_progress():
+    status, out, err = slow(1, "--check", "--json", "/dev/full/x", milliseconds=0)
+    assert (status, out) == (2, "") and err.startswith("planted: --json: ") and err.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -755,8 +755,8 @@ def refused(*arguments, words, status=2):
 
 CHECKED = r"check: max error \d+\.\d( beyond what float sums may be off)? \(allowed .* ulp\) over \d+ elements" \
           r"( of sampled rows)?, the same bits each time: ok"
-TIMED = r"memory 25% +\| time \d+\.\d{4} ms \| \d+\.\d TFLOP/s \| \d+\.\d{3}x the gemms? \| scratch \d+\.\d% of the " \
-    r"logits \| (textbook|rows|vocabulary|epilogue): \d of \d+ x \d+  <- best"
+TIMED = r"memory 25% +\| time \d+\.\d{4} ms \| \d+\.\d [TGM]FLOP/s \| \d+\.\d{3}x the gemms? \| scratch \d+\.\d% of the " \
+    r"logits(?: \([^)]+\))? \| (textbook|rows|vocabulary|epilogue): \d of \d+ x \d+  <- best"
 
 
 def test_report():
@@ -825,6 +825,38 @@ def test_a_share_is_kept(rows):
         assert result.returncode == 0, result
         return json.loads(result.stdout)["scratch_pct_of_logits"]
     assert scratch(6) <= max(10, min(scratch(4), scratch(5)))
+
+
+def timed_lines(*arguments):
+    result = head(*arguments, "--bench", "--repeat", 1)
+    assert result.returncode == 0, result
+    return [line for line in result.stdout.splitlines() if line.startswith("memory ")]
+
+
+def test_more_than_the_budget_has_a_reason():
+    """Versions 1 and 2 hold all logits; a share below the least that makes sense is raised to that."""
+    reasons = [re.search(r"scratch (\S+)% of the logits(?: \((.+?)\))? \|", line).groups()
+               for line in timed_lines("all", "-b", 2, "-t", 8, "-c", 16, "-v", 3000, "--memory", "10%")]
+    assert [reason for _, reason in reasons[:3]] == ["it holds all of them"] * 2 + \
+        ["more than --memory: 16 rows at least"]
+    for share, reason in reasons[3:]:
+        assert (float(share) > 10) == (reason == "more than --memory: 16 rows and 128 columns at least"), reasons
+    line, = timed_lines(3, "-b", 2, "-t", 200, "-c", 16, "-v", 300, "--memory", "10%")
+    assert "(more than --memory: 128 rows at least)" in line
+    line, = timed_lines(3, "-b", 2, "-t", 200, "-c", 16, "-v", 300, "--memory", "60%")
+    assert "of the logits | rows: " in line
+
+
+@pytest.mark.skipif(ON_CUDA, reason="of the CPU device")
+def test_plans_of_the_cpu_device():
+    """There version 5's own product is emulated: version 6 takes it only if told to, or if nothing else fits."""
+    shape = ["-b", 2, "-t", 8, "-c", 64, "-v", 5000]
+    for memory in ("100%", "25%", "10%"):
+        for more in ([], ["--forward"], ["--gradients", "dx"]):
+            line, = timed_lines(6, *shape, "--memory", memory, *more)
+            assert " | rows: " in line or " | vocabulary: " in line, line
+    assert " | rows: 1 of 16 x 5000" in timed_lines(6, *shape, "--memory", "400%")[0]
+    assert " | epilogue: " in timed_lines(6, *shape, "--way", "epilogue")[0]
 
 
 def test_large_checks_are_of_sampled_rows():
@@ -918,7 +950,7 @@ def test_out_of_memory():
     for version in (2, 5):
         result = head(version, "-b", 1000000, "-t", 10, "-c", 1, "-v", 2000000)
         assert (result.returncode, result.stdout) == (3, "") and len(result.stderr.splitlines()) == 1, result
-        assert re.search(r"out of memory: needs \S+ GiB", result.stderr)
+        assert re.search(r"out of memory: needs \S+ [GT]iB on the device", result.stderr)
 
 
 def test_one_version_that_cannot_is_skipped():

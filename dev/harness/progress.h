@@ -1,0 +1,175 @@
+// Progress of long work: a line on a terminal, and one line in advance for work of more than a minute.
+//
+//     Progress::Stage stage("checking", 14);    // 14 steps; stages nest
+//     for (...) progress.done();                // from any thread: a step of the innermost stage
+//
+// From the third second on, a terminal at stderr shows the stages, how far each is, the time so far and the time left.
+// The line is erased when the outermost stage ends. A stage whose steps so far give an estimate of more than a minute
+// is announced by one line on stderr, terminal or not. Other output goes through aside(), which erases the line first.
+#pragma once
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace bookends {
+
+// A duration, for people: 34 s, 12 min, 3.4 h.
+inline std::string duration_text(double seconds) {
+    char text[40];
+    snprintf(text, sizeof(text),
+             seconds < 100    ? "%.0f s"
+             : seconds < 6000 ? "%.0f min"
+                              : "%.1f h",
+             seconds < 100    ? seconds
+             : seconds < 6000 ? seconds / 60
+                              : seconds / 3600);
+    return text;
+}
+
+class Progress {
+  public:
+    // A part of the work, from construction to destruction. steps 0: how many there are is unknown.
+    class Stage {
+      public:
+        explicit Stage(const std::string &what, long long steps = 0);
+        ~Stage();
+        Stage(const Stage &) = delete;
+
+      private:
+        friend class Progress;
+        std::string what;
+        long long steps;
+        std::atomic<long long> finished{0};
+        double start;
+
+        double fraction() const { return steps > 0 ? std::min(1.0, (double)finished / (double)steps) : 0; }
+    };
+
+    std::string program;  // the first word of each line
+
+    ~Progress() { stop(); }
+
+    void done(long long steps = 1) {
+        if (!stages.empty()) stages.back()->finished += steps;
+    }
+
+    // Calls print() while no progress line is on the terminal.
+    template <typename Print>
+    void aside(Print print) {
+        std::lock_guard<std::mutex> lock(mutex);
+        erase();
+        print();
+    }
+
+    // Erases the line and shows no other.
+    void stop() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            erase();
+            stopping = true;
+        }
+        wake.notify_all();
+        if (watcher.joinable()) watcher.join();
+    }
+
+  private:
+    static constexpr double kQuietSeconds = 2, kSureSeconds = 5, kLongSeconds = 60;
+
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::thread watcher;
+    std::vector<Stage *> stages;  // the innermost last; changed under the mutex, by one thread
+    bool stopping = false, drawn = false, announced = false;
+    const bool terminal = isatty(STDERR_FILENO) != 0;
+
+    static double now() {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    }
+
+    void begin(Stage *stage) {
+        std::lock_guard<std::mutex> lock(mutex);
+        stages.push_back(stage);
+        if (!watcher.joinable() && !stopping) watcher = std::thread([this] { watch(); });
+    }
+
+    void end() {
+        std::lock_guard<std::mutex> lock(mutex);
+        stages.pop_back();
+        if (!stages.empty()) return;
+        announced = false;
+        erase();
+    }
+
+    void watch() {
+        std::unique_lock<std::mutex> lock(mutex);
+        while (!stopping) {
+            wake.wait_for(lock, std::chrono::milliseconds(250));
+            if (stopping || stages.empty()) continue;
+            const double time = now();
+            if (time - stages[0]->start < kQuietSeconds) continue;
+            announce(time);
+            draw(time);
+        }
+    }
+
+    void announce(double time) {
+        for (const Stage *stage : stages) {
+            const double elapsed = time - stage->start, fraction = stage->fraction();
+            const bool known = fraction > 0 && elapsed >= kSureSeconds;
+            if (announced || (known ? elapsed / fraction : elapsed) < kLongSeconds) continue;
+            announced = true;
+            erase();
+            if (known) {
+                fprintf(stderr, "%s: %s takes about %s\n", program.c_str(), stage->what.c_str(),
+                        duration_text(elapsed / fraction).c_str());
+            } else {
+                fprintf(stderr, "%s: %s has taken a minute so far\n", program.c_str(), stage->what.c_str());
+            }
+        }
+    }
+
+    void draw(double time) {
+        if (!terminal) return;
+        std::string line = program;
+        for (const Stage *stage : stages) {
+            line += (stage == stages[0] ? ": " : " | ") + stage->what;
+            if (stage->steps > 0) line += " " + std::to_string((int)(100 * stage->fraction())) + "%";
+        }
+        const double elapsed = time - stages[0]->start, fraction = stages[0]->fraction();
+        line += " | " + duration_text(elapsed);
+        if (fraction > 0) line += ", about " + duration_text(elapsed / fraction - elapsed) + " left";
+        winsize size = {};
+        const bool known = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1;
+        line.resize(std::min(line.size(), known ? (size_t)size.ws_col - 1 : 79));  // a second line could not be erased
+        fprintf(stderr, "\r\033[K%s", line.c_str());
+        fflush(stderr);
+        drawn = true;
+    }
+
+    void erase() {
+        if (!drawn) return;
+        fprintf(stderr, "\r\033[K");
+        fflush(stderr);
+        drawn = false;
+    }
+};
+
+// One for the process, since it has one stderr.
+inline Progress progress;
+
+inline Progress::Stage::Stage(const std::string &what, long long steps)
+    : what(what), steps(steps), start(Progress::now()) {
+    progress.begin(this);
+}
+inline Progress::Stage::~Stage() { progress.end(); }
+
+}  // namespace bookends
