@@ -15,8 +15,9 @@ version 1  warp: a warp a row: the largest logit and the sum in one read, then a
 version 2  block: a block a row, so that fewer rows are on their way and more of the second reads meet the L2
 version 3  x128: a thread 16 bytes, from the first multiple of 16 in the row on
 version 4  reverse: the first read runs backwards, so that the second one begins with what came last
-version 5  staged: a row is read once. A short row waits for its gradient in registers. A long one waits in shared
-           memory (of a cluster, if one block's is too small), while the next row arrives
+version 5  staged: a row is read once. A row that the registers of a warp hold waits there for its gradient. A long row
+           waits in shared memory (of a cluster, if one block's is too small), while the next row arrives. Rows of a
+           length between these are for version 4, which is faster there
 
 Compile:  nvcc -O3 -arch=native classifier_fused.cu -o classifier_fused
 Run:      ./classifier_fused           the default: deterministic, best over the measured shapes
@@ -717,19 +718,19 @@ __device__ inline unsigned edge_column(const Cut &cut, unsigned thread, unsigned
     return thread < cut.head ? thread : min(cut.tail + thread - cut.head, V);
 }
 
-constexpr unsigned kStagedVectors = 2048;  // 32 KB: rows of fewer vectors are short
-constexpr unsigned kHeldVectors = 8;       // per thread, of a short row, at most
+constexpr unsigned kHeldVectors = 8;       // per thread, of a row that a warp holds, at most
+constexpr unsigned kStagedVectors = 2048;  // 32 KB: rows of fewer vectors do not pass through the ring
 
-// A short row is read once: its threads hold it in registers, `held` vectors each at most, from the read to the write.
-// These are a warp, so that the blocks have several rows each (by_warps), or a block. All of a thread's loads are issued
-// before the first one is used. The largest value comes first, then the sum, which is not scaled again. Warps then put
-// their results together with one barrier, where block_merge() takes four.
-template <typename floatX, bool softcap, Extras extras, bool by_warps, unsigned held>
-__global__ void __launch_bounds__(kStagedVectors / kHeldVectors)
-    classifier_fused_kernel5_short(ClassifierArguments<floatX> args) {
+// A short row is read once: a warp holds it in registers, `held` vectors a thread, from the read to the write. All of a
+// thread's loads are issued before the first one is used. The largest value comes first, then the sum, which is not
+// scaled again. (Blocks that hold a longer row in the same way, and meet at a barrier, were slower than version 4: V =
+// 4096 80% of the copy rate against 84%, V = 8192 81% against 84%, H200.)
+template <typename floatX, bool softcap, Extras extras, unsigned held>
+__global__ void __launch_bounds__(256) classifier_fused_kernel5_short(ClassifierArguments<floatX> args) {
     typedef Packed128<floatX> x128;
     typedef Packed<floatX, 1> one;
-    const unsigned threads = by_warps ? kWarpSize : blockDim.x, thread = threadIdx.x % threads;
+    constexpr unsigned threads = kWarpSize;
+    const unsigned thread = threadIdx.x % threads;
     const long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / threads;
     if (row >= args.N) return;
     ClassifierTarget<floatX> target = describe_target(args, row, args.targets[row]);
@@ -761,17 +762,8 @@ __global__ void __launch_bounds__(kStagedVectors / kHeldVectors)
         each([&](const auto &some, unsigned j) { see_largest<softcap, extras>(seen, some, j, 0, target, args); });
         each([&](const auto &some, unsigned) { see_sums<softcap, extras>(seen, some, args); });
         all = warp_merge<extras>(seen.result(), args);
-        if (!by_warps) {
-            __shared__ unsigned words[kWarpSize * sizeof(all) / sizeof(unsigned)];
-            OnlineSoftmax *const of_warps = (OnlineSoftmax *)words;
-            const unsigned lane = thread % kWarpSize;
-            if (lane == 0) of_warps[thread / kWarpSize] = all;
-            __syncthreads();
-            all = lane < threads / kWarpSize ? of_warps[lane] : OnlineSoftmax();
-            all = warp_merge<extras>(all, args);
-        }
     }
-    // Nobody overwrites the target's logit before all threads have read it: they have met above.
+    __syncwarp();  // no lane overwrites the target's logit before all have read it
     const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
     if (thread == 0) write_scalars<extras>(args, row, target, all);
     if (!target.read && !target.ignored) {  // a bad target
@@ -796,8 +788,8 @@ __global__ void __launch_bounds__(kStagedVectors / kHeldVectors)
     zero_columns128(target.probs, args.V, args.P, thread, threads);
 }
 
-// A long row is read once: it waits in shared memory from its arrival to its gradient, in a ring of chunks, and the parts
-// of the work go on at the same time, each on a row of its own:
+// A long row is read once: it waits in shared memory from its arrival to its gradient, in a ring of chunks, and the
+// parts of the work go on at the same time, each on a row of its own:
 //   the mover    a thread that has chunks copied into the ring, and out of it when they are done, in bulk
 //   the readers  half of the warps: they look at chunks as they land, and tell the clerk what they have seen of a row
 //   the clerk    a warp that puts that together, writes the row's scalars and tells the writers how its gradient is
@@ -812,9 +804,10 @@ __global__ void __launch_bounds__(kStagedVectors / kHeldVectors)
 //   soon, and if the line is still in the L2 then, reads and writes disturb each other less: worth 3 to 5%, where
 //   evict_first costs 5%. Once written, a line is as any other.
 // - Gradients leave in bulk, 18 KB at a time. Stores by the writers themselves, 16 bytes a thread, cost 3%.
-// - What the clerks know goes by st.async, which brings its own bytes to the barrier. With a plain store and an arrival
-//   that releases at cluster scope, each row paid 2 us: such a fence waits for all stores to global memory.
-// - The ring has room for 2.2 rows: with 1.4, a block waited for its row's sums with nothing left to ask for. Clusters of
+// - What the clerks know goes by st.async, which brings its own bytes to the barrier. With a plain store and an
+//   arrival that releases at cluster scope, each row paid 2 us: such a fence waits for all stores to global memory. -
+//   The ring has room for 2.2 rows: with 1.4, a block waited for its row's sums with nothing left to ask for. Clusters
+//   of
 //   4 leave 12 of the 132 multiprocessors idle, and were faster all the same where two blocks had room for 1.8 rows.
 // For short rows it is the fixed cost of chunks and of rows. When readers and writers put the sums together themselves,
 // each of 24 warps, V = 32000 reached 80% of the copy rate; with a clerk, 94%. More warps don't help: each pays the
@@ -1336,11 +1329,11 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
 }
 
 // The plan for rows of so many vectors on blocks that may have `shared` bytes: the fewest blocks a row (1, 2, 4 or 8)
-// that leave the ring room for 2.2 rows, or 8; 16, if that is most_ranks, where 8 leave less than 1.5 rows' room. Clusters
-// of 16 are beyond what every device has, and leave more multiprocessors idle. Where nothing is written but scalars, a chunk may go as soon as it was
-// seen, and one block will do. Where a block has few rows, two blocks share each if they are long: then the first is
-// seen and the last is written in half the time. (V = 50304, H200: 4% of the time of 2048 rows, 5% of 640; V = 40960
-// lost 3%.) False if there is no plan, and for short rows.
+// that leave the ring room for 2.2 rows, or 8; 16, if that is most_ranks, where 8 leave less than 1.5 rows' room.
+// Clusters of 16 are beyond what every device has, and leave more multiprocessors idle. Where nothing is written but
+// scalars, a chunk may go as soon as it was seen, and one block will do. Where a block has few rows, two blocks share
+// each if they are long: then the first is seen and the last is written in half the time. (V = 50304, H200: 4% of the
+// time of 2048 rows, 5% of 640; V = 40960 lost 3%.) False if there is no plan, and for rows of less than 32 KB.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, bool few, int block_size,
                          size_t shared, unsigned most_ranks) {
     if (vectors < kStagedVectors) return false;
@@ -1397,30 +1390,24 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
     return launch_kernel(config, kernel, args, plan);
 }
 
-// The fewest threads that hold a row with kHeldVectors each: fewer threads with more loads in flight each were faster
-// (H200, V = 2048: a warp with 8 vectors a thread 83% of the copy rate, two warps with 4 77%, eight with 1 40%).
-// Returns cudaErrorNotSupported for rows that are not short, and if block_size threads do not hold one.
+// Returns cudaErrorNotSupported for rows that a warp does not hold.
 template <bool softcap, Extras extras, typename floatX>
 cudaError_t launch_short(const ClassifierArguments<floatX> &args, int block_size, cudaStream_t stream) {
     const unsigned vectors = args.V / Packed128<floatX>::size;
-    const int threads = (int)(std::max(ceil_div(vectors, kHeldVectors * kWarpSize), 1u) * kWarpSize);
-    if (vectors >= kStagedVectors || threads > block_size) return cudaErrorNotSupported;
-    if (threads > kWarpSize) {
-        return launch_kernel(classifier_fused_kernel5_short<floatX, softcap, extras, false, kHeldVectors>, args.N,
-                             threads, 0, stream, args);
-    }
-    int block = std::min(block_size, 2 * kWarpSize);
+    if (vectors > kHeldVectors * kWarpSize) return cudaErrorNotSupported;
+    int block = std::min(block_size, 2 * kWarpSize);  // small blocks: their warps end at about the same time
     const unsigned grid_size = grid_blocks((long long)args.N * kWarpSize, &block);
     const auto kernel = vectors <= kHeldVectors / 2 * kWarpSize
-                            ? classifier_fused_kernel5_short<floatX, softcap, extras, true, kHeldVectors / 2>
-                            : classifier_fused_kernel5_short<floatX, softcap, extras, true, kHeldVectors>;
+                            ? classifier_fused_kernel5_short<floatX, softcap, extras, kHeldVectors / 2>
+                            : classifier_fused_kernel5_short<floatX, softcap, extras, kHeldVectors>;
     return launch_kernel(kernel, grid_size, block, 0, stream, args);
 }
 
-// A long row is for version 4 where there are no clusters (before compute capability 9.0), and if it is too long for
-// them; also with a softcap, for accuracy and where logits change their sign: the arithmetic takes longer than a second
-// read then, and more threads do it faster (H200, V = 50257, softcap: 0.70 ms against 0.84; with tanh as a polynomial
-// where |u| is at most 1, in place of two of the three special functions: 0.79).
+// A row that a warp does not hold is for version 4 if it is shorter than 32 KB, where there are no clusters (before
+// compute capability 9.0), and if it is too long for them; also with a softcap, for accuracy and where logits change
+// their sign: the arithmetic takes longer than a second read then, and more threads do it faster (H200, V = 50257,
+// softcap: 0.70 ms against 0.84; with tanh as a polynomial where |u| is at most 1, in place of two of the three
+// special functions: 0.79).
 template <typename floatX>
 cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,

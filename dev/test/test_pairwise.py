@@ -233,8 +233,8 @@ def test_classifier_fused(part, version):
         classifier_case(number, case).check(version, case["wanted"], in_place)
 
 
-# Version 5's short rows, which wait in registers, on either side of every limit: a warp with 4 vectors a thread
-# (512 floats, 1024 of 16 bits) and with 8, a block of 64 threads (twice as many), and 32 KB.
+# Version 5's rows on either side of every limit: rows that a warp holds in registers with 4 vectors a thread (512
+# floats, 1024 of 16 bits) or 8, and rows of 32 KB.
 CLASSIFIER_SHORT = {**CLASSIFIER, "V": [1016, 1, 14, 509, 512, 513, 516, 1023, 1024, 1025, 1026, 1031, 1032, 2047, 2048,
                                         2055, 4096, 8190, 8191, 8193, 16382, 16384, 16387]}
 CLASSIFIER_SHORT_CASES = pairs(CLASSIFIER_SHORT, classifier_possible)
