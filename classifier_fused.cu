@@ -805,10 +805,10 @@ __global__ void __launch_bounds__(256) classifier_fused_kernel5_short(Classifier
 //   evict_first costs 5%. Once written, a line is as any other.
 // - Gradients leave in bulk, 18 KB at a time. Stores by the writers themselves, 16 bytes a thread, cost 3%.
 // - What the clerks know goes by st.async, which brings its own bytes to the barrier. With a plain store and an
-//   arrival that releases at cluster scope, each row paid 2 us: such a fence waits for all stores to global memory. -
-//   The ring has room for 2.2 rows: with 1.4, a block waited for its row's sums with nothing left to ask for. Clusters
-//   of
-//   4 leave 12 of the 132 multiprocessors idle, and were faster all the same where two blocks had room for 1.8 rows.
+//   arrival that releases at cluster scope, each row paid 2 us: such a fence waits for all stores to global memory.
+// - The ring has room for 2.2 rows: with 1.4, a block waited for its row's sums with nothing left to ask for.
+//   Clusters of 4 leave 12 of the 132 multiprocessors idle, and were faster all the same where two blocks had room
+//   for 1.8 rows.
 // For short rows it is the fixed cost of chunks and of rows. When readers and writers put the sums together themselves,
 // each of 24 warps, V = 32000 reached 80% of the copy rate; with a clerk, 94%. More warps don't help: each pays the
 // fixed cost, and the arithmetic for the same row is spread thinner.
