@@ -35,6 +35,11 @@ encoder_backward -b 64 --tokens padded
 encoder_backward -b 16 -t 4096 -c 4096 -v 128256
 encoder_backward -b 16 -t 4096 -c 4096 -v 128256 --tokens zipf
 encoder_backward -b 64 --overwrite
+encoder_backward -b 16 -t 4096 -c 4096 -v 128256 --overwrite
+encoder_backward -b 16 -t 4096 -c 4096 -v 128256 --overwrite --tokens zipf
+encoder_backward -b 512 -c 1024 --tokens zipf
+encoder_backward -b 64 -c 256 -v 500000
+encoder_backward -b 64 -c 256 -v 2000000
 encoder_backward -b 64 --rounding stochastic
 encoder_backward -b 64 --grad-dtype fp32
 encoder_backward -b 64 --dtype fp32
@@ -45,7 +50,11 @@ classifier_fused -b 4 -v 128256
 classifier_fused -b 4 -v 151936
 classifier_fused -b 4 -v 256000
 classifier_fused -b 1 -t 256 -v 128256
+classifier_fused -b 64 -v 1000
 classifier_fused -b 16 -v 8192
+classifier_fused -v 16384
+classifier_fused -b 1 -v 700000
+classifier_fused -b 1 -v 1000000
 classifier_fused -p 50257
 classifier_fused --dtype fp32
 classifier_fused --dtype fp16
