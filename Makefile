@@ -70,7 +70,7 @@ TEST_PYTHON := $(shell $(PYTHON) -c 'import allpairspy, numpy, pytest, xdist' 2>
 WORKERS := $(if $(filter cuda,$(DEVICE)),4,auto)
 
 .DEFAULT_GOAL := all
-.PHONY: all run test lib install binaries results profile sass clean help FORCE $(KERNELS)
+.PHONY: all run test lib install binaries warnings results profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -113,6 +113,18 @@ binaries: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so
 test: binaries $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k 'shapes or types'" passes options to pytest
 	BOOKENDS_BUILD=$(BUILD) BOOKENDS_DEVICE=$(DEVICE) SANITIZE=$(SANITIZE) CXX="$(CXX)" \
 	    $(TEST_PYTHON) -m pytest -q -n $(WORKERS) dev/test $(TESTS)
+
+# More warnings than a build shows, as errors, from g++ and, where it is found, clang++. Nothing is compiled.
+STRICT := -Wformat=2 -Wformat-security -Wshadow -Werror -fsyntax-only
+CHECKED := $(wildcard *.cu dev/lib/*.cu dev/test/*.cu)
+COMPILERS := '$(CXX)' $(if $(findstring clang,$(CXX)),,$(shell command -v clang++))
+warnings: $(HEADERS:%=$(SOURCE)%) $(CHECKED:%=$(SOURCE)%) ## every source of the CPU device, with more warnings, as errors
+	$(if $(filter cuda,$(DEVICE)),@echo "make $@: needs DEVICE=cpu" >&2; exit 1)
+	@for compiler in $(COMPILERS); do \
+	    for file in $(CHECKED:%=$(SOURCE)%) $(wildcard dev/cpu/*.cc); do \
+	        $$compiler $(subst $(CXX) -std,-std,$(COMPILE)) $(STRICT) -x c++ $$file || exit 1; \
+	    done; \
+	done
 
 results: ## measures the README's shapes on the GPU at hand, into dev/results, and writes the README's tables
 	scripts/measure.sh

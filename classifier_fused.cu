@@ -1020,10 +1020,10 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                 const floatX *const chunk = (const floatX *)(memory.ring + ring.slot * plan.chunk) + mine;
                 const unsigned n = count == plan.chunk ? of_chunk : vectors_of(count, warp, plan.readers);
                 wait_for_phase(&memory.full[ring.slot], ring.phase);
-                with_vectors(n, [&](auto n) {
-                    x128 x[n.value];
+                with_vectors(n, [&](auto vectors) {
+                    x128 x[vectors.value];
 #pragma unroll
-                    for (unsigned u = 0; u < n.value; u++) x[u] = load128(chunk + u * apart);
+                    for (unsigned u = 0; u < vectors.value; u++) x[u] = load128(chunk + u * apart);
                     see<false, extras>(seen, x, j, apart, target, args);
                 });
                 if (n * plan.readers * kWarpSize + threadIdx.x < count) {  // some lanes of a row's last
@@ -1142,16 +1142,17 @@ __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Stagin
                 if (leaves && !zeros && !target.probs) {
                     each_chunk([&](floatX *chunk, unsigned count, unsigned j) {
                         const unsigned n = count == plan.chunk ? of_chunk : vectors_of(count, writer, plan.writers);
-                        with_vectors(n, [&](auto n) {
-                            x128 x[n.value];
+                        with_vectors(n, [&](auto vectors) {
+                            x128 x[vectors.value];
 #pragma unroll
-                            for (unsigned u = 0; u < n.value; u++) x[u] = load128(chunk + mine + u * apart);
+                            for (unsigned u = 0; u < vectors.value; u++) x[u] = load128(chunk + mine + u * apart);
 #pragma unroll
-                            for (unsigned u = 0; u < n.value; u++) x[u] = gradient_of<false, extras>(x[u], g, args);
+                            for (unsigned u = 0; u < vectors.value; u++)
+                                x[u] = gradient_of<false, extras>(x[u], g, args);
 #pragma unroll
-                            for (unsigned u = 0; u < n.value; u++) store128(chunk + mine + u * apart, x[u]);
+                            for (unsigned u = 0; u < vectors.value; u++) store128(chunk + mine + u * apart, x[u]);
 #pragma unroll
-                            for (unsigned u = 0; u < n.value; u++) put_target(chunk, mine + u * apart, j);
+                            for (unsigned u = 0; u < vectors.value; u++) put_target(chunk, mine + u * apart, j);
                         });
                         if (n * threads + me < count) {  // some lanes of a row's last
                             const unsigned i = mine + n * apart;
@@ -1250,10 +1251,10 @@ cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX
     const double of_gap = V > 0 ? (double)options.label_smoothing / V * args.size : 0;
     args.gap_scale = (float)exp2(std::clamp(of_gap > 0 ? floor(log2(of_gap)) : 0, -126.0, 0.0));
     args.loss_of_gaps = of_gap / args.gap_scale;
-    auto with = [&](auto softcap) {
-        if (all) return launch(args, softcap, std::integral_constant<Extras, kAllExtras>());
-        if (options.label_smoothing > 0) return launch(args, softcap, std::integral_constant<Extras, kSum>());
-        return launch(args, softcap, std::integral_constant<Extras, kNoExtras>());
+    auto with = [&](auto capped) {
+        if (all) return launch(args, capped, std::integral_constant<Extras, kAllExtras>());
+        if (options.label_smoothing > 0) return launch(args, capped, std::integral_constant<Extras, kSum>());
+        return launch(args, capped, std::integral_constant<Extras, kNoExtras>());
     };
     return softcap ? with(std::true_type()) : with(std::false_type());
 }
@@ -1517,8 +1518,8 @@ struct ClassifierSlack {
     double exponential, sum;  // relative: of 2^y, and of the sum
     double lse;               // absolute
 
-    ClassifierSlack(const ClassifierRow &row, const ClassifierOptions &options, double additions)
-        : additions(additions), capped(6 * (double)options.softcap) {
+    ClassifierSlack(const ClassifierRow &row, const ClassifierOptions &options, double of_additions)
+        : additions(of_additions), capped(6 * (double)options.softcap) {
         exponential = 6 + capped;
         sum = exponential + 3 * row.distance + additions;
         lse = sum + 4 * fabs(row.max) + 3 * fabs(row.lse - row.max) + fabs(row.lse);

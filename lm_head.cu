@@ -658,14 +658,14 @@ __global__ void __launch_bounds__(kHasWgmma ? kProductThreads : kWarpSize, 1)
 #pragma unroll
                         for (unsigned i = 0; i < 4; i++) {
                             const unsigned h = i / 2, u = 2 * b + i % 2;
-                            char *const half = box + lane % 4 * 4;
+                            char *const place = box + lane % 4 * 4;
                             uint4 words = to_bits(gradient_of<softcap, extras>(logits(h, u), g[h], args));
                             if (ignored[h]) words = {};
                             const unsigned r = lane / 4 + 8 * h, chunk = u % 2 * 4;
-                            *(unsigned *)(half + swizzled(r, chunk)) = words.x;
-                            *(unsigned *)(half + swizzled(r, chunk + 1)) = words.y;
-                            *(unsigned *)(half + swizzled(r, chunk + 2)) = words.z;
-                            *(unsigned *)(half + swizzled(r, chunk + 3)) = words.w;
+                            *(unsigned *)(place + swizzled(r, chunk)) = words.x;
+                            *(unsigned *)(place + swizzled(r, chunk + 1)) = words.y;
+                            *(unsigned *)(place + swizzled(r, chunk + 2)) = words.z;
+                            *(unsigned *)(place + swizzled(r, chunk + 3)) = words.w;
                         }
                         for (unsigned h = 0; h < 2; h++) {
                             const unsigned at = targets[h] - column - b * kBoxColumns;  // in this box, if so
@@ -866,9 +866,9 @@ struct LmHead {
     size_t least = 0;                        // bytes that are enough, where the budget was too small
 
     // Of a tile's columns, those that cuBLASLt's product has: a multiple of 8, and the tail has the rest; or all.
-    int columns_of(GemmKind kind, int columns) const {
-        const bool all = columns < 128 || (kind != kGemmLogits && device.ragged);
-        return all ? columns : columns / 8 * 8;
+    int columns_of(GemmKind kind, int tile_columns) const {
+        const bool all = tile_columns < 128 || (kind != kGemmLogits && device.ragged);
+        return all ? tile_columns : tile_columns / 8 * 8;
     }
     int blocks() const { return rows > 0 ? ceil_div(problem.N, rows) : 0; }
     int tiles() const { return columns > 0 ? ceil_div(problem.V, columns) : 0; }
@@ -1380,7 +1380,7 @@ inline cublasStatus_t gemm_create(Gemm &gemm, const LmHead &plan) {
     // Those that split the sum round a logit of 16 bits twice where there is a bias, before they add it and after (CUDA
     // 13.0, H200): only if there are no others.
     if (logits && p.bias && p.type != CUDA_R_32F) {
-        auto whole = [](const cublasLtMatmulHeuristicResult_t &result) { return !splits_sum(result.algo); };
+        auto whole = [](const cublasLtMatmulHeuristicResult_t &found) { return !splits_sum(found.algo); };
         const auto split = std::stable_partition(gemm.candidates.begin(), gemm.candidates.end(), whole);
         if (split != gemm.candidates.begin()) gemm.candidates.erase(split, gemm.candidates.end());
     }
@@ -1596,11 +1596,11 @@ struct LmHeadRun {
     ClassifierOptions options;
     bool aligned;
 
-    LmHeadRun(const LmHead &plan, const LmHeadArguments<floatX, gradX> &args)
-        : plan(plan),
-          args(args),
-          workspace(args.workspace),
-          options(args.options ? *args.options : plan.problem.options) {
+    LmHeadRun(const LmHead &made, const LmHeadArguments<floatX, gradX> &given)
+        : plan(made),
+          args(given),
+          workspace(given.workspace),
+          options(given.options ? *given.options : made.problem.options) {
         const size_t C = plan.problem.C;
         uintptr_t all = (uintptr_t)args.X | (uintptr_t)args.W | (uintptr_t)args.bias | (uintptr_t)args.dX;
         all |= (uintptr_t)args.dW;
@@ -1727,14 +1727,14 @@ struct LmHeadRun {
         if (!args.dbias || columns == 0) return cudaSuccess;
         float *const sums = part<float>(plan.slices);
         const dim3 grid(ceil_div(columns, kWarpSize * (unsigned)Packed128<floatX>::size), slices);
-        const cudaError_t error =
+        cudaError_t error =
             launch_kernel(lm_head_columns_kernel<floatX>, grid, 1024, 0, stream, sums, dlogits, count, columns, plan.P);
         if (error != cudaSuccess) return error;
         const unsigned grid_size = ceil_div(columns, 256u);
         if (plan.float_dbias()) {
             float *const dbias = part<float>(plan.dbias);
-            const cudaError_t error = launch_kernel(lm_head_slices_kernel<float>, grid_size, 256, 0, stream, dbias,
-                                                    sums, columns, slices, row > 0);
+            error = launch_kernel(lm_head_slices_kernel<float>, grid_size, 256, 0, stream, dbias, sums, columns, slices,
+                                  row > 0);
             if (error != cudaSuccess || row + count != (size_t)plan.problem.N) return error;
             return round(args.dbias, dbias, columns, true, stream);
         }
@@ -1773,10 +1773,10 @@ struct LmHeadRun {
     cudaError_t finish_rows(size_t row, int count, unsigned runs, unsigned run_columns, cudaStream_t stream) const {
         ClassifierGradient *const gradients = plan.gradient() ? part<ClassifierGradient>(plan.gradients) : nullptr;
         const TiledRow *const seen = part<TiledRow>(plan.seen);
-        return classify(logits(0), row, count, [&](const auto &args, auto softcap, auto extras) {
+        return classify(logits(0), row, count, [&](const auto &arguments, auto softcap, auto extras) {
             return launch_kernel(lm_head_finish_kernel<floatX, softcap.value, extras.value>,
                                  ceil_div((unsigned)count, 128u), 128, 0, stream, gradients, seen, runs, run_columns,
-                                 args);
+                                 arguments);
         });
     }
 
@@ -1795,9 +1795,9 @@ struct LmHeadRun {
         product.begin = (unsigned)first;
         product.mapped = C % 8 == 0 && ((uintptr_t)args.X | (uintptr_t)args.W) % 16 == 0;
         cudaError_t error = cudaSuccess;
-        auto map = [&](CUtensorMap *map, const floatX *begin, unsigned columns, unsigned rows, size_t stride,
+        auto map = [&](CUtensorMap *made, const floatX *begin, unsigned columns, unsigned rows, size_t stride,
                        unsigned box) {
-            if (error == cudaSuccess) error = map_rows(map, begin, columns, rows, stride, box);
+            if (error == cudaSuccess) error = map_rows(made, begin, columns, rows, stride, box);
         };
         if (product.mapped) {
             map(&product.X, product.X_rows, p.C, count, C, kProductRows);
@@ -1807,7 +1807,7 @@ struct LmHeadRun {
         if (error != cudaSuccess) return error;
         const unsigned units = ceil_div((unsigned)count, kProductRows) * product.runs;
         const unsigned grid_size = std::min(units, (unsigned)plan.device.multiprocessors);
-        return classify(logits, row, count, [&](const auto &args, auto softcap, auto extras) {
+        return classify(logits, row, count, [&](const auto &arguments, auto softcap, auto extras) {
             // What is left of the extras here is the sum of a row's logits, for its statistics.
             constexpr Extras wanted = writes ? kNoExtras : std::min(extras.value, kSum);
             const auto kernel = lm_head_product_kernel<floatX, writes, softcap.value, wanted>;
@@ -1816,7 +1816,7 @@ struct LmHeadRun {
             config.blockDim = kProductThreads;
             config.dynamicSmemBytes = kProductShared;
             config.stream = stream;
-            return launch_kernel(config, kernel, product, args);
+            return launch_kernel(config, kernel, product, arguments);
         });
     }
 
@@ -1885,21 +1885,21 @@ cudaError_t lm_head_textbook(const LmHeadRun<floatX, gradX> &run, cudaStream_t s
     steps.then([&] { return run.make_logits(logits, 0, N, 0, stream); });
     steps.then([&] {
         return run.classify(logits, 0, N, [&](const ClassifierArguments<floatX> &args, auto softcap, auto extras) {
-            Steps steps;
-            steps.then([&] {
+            Steps kernels;
+            kernels.then([&] {
                 return launch_kernel(lm_head_softmax_kernel<floatX, softcap.value, extras.value>, N, 512, 0, stream,
                                      probs, seen, args);
             });
-            steps.then([&] {
+            kernels.then([&] {
                 return launch_kernel(lm_head_loss_kernel<floatX, softcap.value, extras.value>, grid_size, 256, 0,
                                      stream, seen, args);
             });
-            if (!args.dlogits) return steps.error;
-            steps.then([&] {
+            if (!args.dlogits) return kernels.error;
+            kernels.then([&] {
                 return launch_kernel(lm_head_gradient_kernel<floatX, softcap.value, extras.value>, N, 512, 0, stream,
                                      probs, seen, args);
             });
-            return steps.error;
+            return kernels.error;
         });
     });
     steps.then([&] { return lm_head_gradients(run, logits, 0, N, 0, stream); });

@@ -299,17 +299,17 @@ struct Harness {
     int running = 0;
     bool checking = false;  // for the launch: this one will be checked, not timed
 
-    Harness(const char *name, const char *title, std::vector<Dim> dims, std::vector<Choice> choices = {},
-            std::vector<Number> numbers = {}, std::vector<Text> texts = {})
-        : name(name),
-          title(title),
-          dims(std::move(dims)),
-          choices(std::move(choices)),
-          numbers(std::move(numbers)),
-          texts(std::move(texts)) {
-        for (Dim &d : this->dims) d.value = default_of(d);
-        for (Number &n : this->numbers) n.value = n.normally;
-        for (Text &t : this->texts) t.value = t.normally;
+    Harness(const char *program, const char *does, std::vector<Dim> sizes, std::vector<Choice> own_choices = {},
+            std::vector<Number> own_numbers = {}, std::vector<Text> own_texts = {})
+        : name(program),
+          title(does),
+          dims(std::move(sizes)),
+          choices(std::move(own_choices)),
+          numbers(std::move(own_numbers)),
+          texts(std::move(own_texts)) {
+        for (Dim &d : dims) d.value = default_of(d);
+        for (Number &n : numbers) n.value = n.normally;
+        for (Text &t : texts) t.value = t.normally;
     }
     Harness(const Harness &) = delete;
     ~Harness() { release(); }
@@ -382,10 +382,10 @@ struct Harness {
     // A device array filled with values[0..count-1]; values are Values, or anything like them.
     template <typename Generator>
     auto input(const Generator &values, long long count) {
-        auto *device = allocate<std::decay_t<decltype(values[0])>>((double)count);
+        auto *made = allocate<std::decay_t<decltype(values[0])>>((double)count);
         const Progress::Stage stage("inputs");
-        if (device) fill(device, values, count);
-        return device;
+        if (made) fill(made, values, count);
+        return made;
     }
 
     status_word *status() {
@@ -426,8 +426,8 @@ struct Harness {
 
     // Scratch memory of the kernel's. It holds poison before a check, which wants its guard zones untouched; only the
     // first launch finds it as it was allocated, so that initcheck sees a read of what nobody wrote.
-    void *workspace(size_t bytes) {
-        written.push_back(allocate_written("workspace", (double)bytes));
+    void *workspace(size_t size) {
+        written.push_back(allocate_written("workspace", (double)size));
         written.back().fresh = true;
         return written.back().data;
     }
@@ -857,16 +857,16 @@ struct Harness {
 
     template <typename Make>
     const int *upload_tokens(long long N, Make make) {
-        int *device = allocate<int>((double)N);
-        if (!device) return nullptr;
+        int *made = allocate<int>((double)N);
+        if (!made) return nullptr;
         const Progress::Stage stage("token ids");
         host_tokens = make();
-        cuda_check(cudaMemcpy(device, host_tokens.data(), N * sizeof(int), cudaMemcpyHostToDevice));
-        return device;
+        cuda_check(cudaMemcpy(made, host_tokens.data(), N * sizeof(int), cudaMemcpyHostToDevice));
+        return made;
     }
 
     // skip: so many ids at the beginning of a file are left out.
-    std::vector<int> make_tokens(long long N, int V, int skip) {
+    std::vector<int> make_tokens(long long N, int V, int begin) {
         const Random random(1000, seed);
         if (token_source == "uniform") return uniform_tokens(N, V, random);
         if (token_source == "zipf") return zipf_tokens(N, V, random);
@@ -882,7 +882,7 @@ struct Harness {
             for (long long i = 0; i < N; i++) ids[i] = padding.uniform(i) < 0.9 ? V / 2 : ids[i];
             return ids;
         }
-        return read_token_file(token_source.c_str(), N, V, skip);
+        return read_token_file(token_source.c_str(), N, V, begin);
     }
 
     static std::vector<int> uniform_tokens(long long N, int V, const Random &random) {
@@ -910,9 +910,9 @@ struct Harness {
     }
 
     // llm.c's token files: 256 int32 of header (magic, version, count), then the ids: uint16 after magic 20240520
-    // version 1 (GPT-2), uint32 after magic 20240801 version 7 (Llama 3). Reads the header and ids skip..skip+N-1 only;
+    // version 1 (GPT-2), uint32 after magic 20240801 version 7 (Llama 3). Reads the header and ids begin..begin+N-1 only;
     // the count in the header must agree with the file's size.
-    std::vector<int> read_token_file(const char *path, long long N, int V, int skip) {
+    std::vector<int> read_token_file(const char *path, long long N, int V, int begin) {
         struct stat about = {};
         FILE *const file = stat(path, &about) == 0 && S_ISREG(about.st_mode) ? fopen(path, "rb") : nullptr;
         if (!file && about.st_mode != 0 && !S_ISREG(about.st_mode)) {
@@ -943,13 +943,13 @@ struct Harness {
             refuse(EXIT_BAD_INPUT, "--tokens: '%s' says %lld tokens of %d bytes, but %lld bytes follow its header",
                    path, count, width, behind);
         }
-        if (count - skip < N) {
+        if (count - begin < N) {
             refuse(EXIT_BAD_INPUT, "--tokens: '%s' has %lld tokens; %s = %lld are needed (-b, -t)", path, count,
-                   skip > 0 ? "B*T + 1" : "B*T", N + skip);
+                   begin > 0 ? "B*T + 1" : "B*T", N + begin);
         }
         std::vector<int> ids(N);
         std::vector<unsigned char> data((size_t)std::min(N, 1LL << 20) * width);
-        bool whole = fseeko(file, (off_t)sizeof(header) + (off_t)skip * width, SEEK_SET) == 0;
+        bool whole = fseeko(file, (off_t)sizeof(header) + (off_t)begin * width, SEEK_SET) == 0;
         for (long long first = 0; first < N && whole; first += 1 << 20) {
             const size_t some = (size_t)std::min(N - first, 1LL << 20);
             whole = fread(data.data(), width, some, file) == some;
@@ -958,7 +958,7 @@ struct Harness {
                 memcpy(&id, &data[i * width], width);  // both little-endian, like every machine with CUDA
                 if (id >= (uint32_t)V) {
                     refuse(EXIT_BAD_INPUT, "--tokens: '%s' has id %u at position %lld; -v %d allows 0 to %d", path, id,
-                           skip + first + (long long)i, V, V - 1);
+                           begin + first + (long long)i, V, V - 1);
                 }
                 ids[first + i] = (int)id;
             }
@@ -1126,14 +1126,14 @@ struct Harness {
     // Makes one launch and looks at everything. `before` names the version's first launch, which was right and whose
     // bits this one must give again; empty if there is none.
     template <typename LaunchOne>
-    CheckResult check_once(LaunchOne launch, int block, const std::string &before) {
+    CheckResult check_once(LaunchOne launch, int block, const std::string &earlier) {
         const cudaError_t error = launch_and_wait(launch, block);
         CheckResult all;
         if (error != cudaSuccess) {
             all.fail(format("launch failed: %s", cudaGetErrorString(error)));
             return all;
         }
-        for (Written &w : written) all.add(check_written(w, before));
+        for (Written &w : written) all.add(check_written(w, earlier));
         if (all.ok && status_device) {
             status_word status = 0;
             cuda_check(cudaMemcpy(&status, status_device, sizeof(status), cudaMemcpyDeviceToHost));
@@ -1144,7 +1144,7 @@ struct Harness {
         return all;
     }
 
-    CheckResult check_written(Written &w, const std::string &before) {
+    CheckResult check_written(Written &w, const std::string &earlier) {
         CheckResult result;
         const long long outside =
             count_poison(w.data - GUARD, GUARD, 1, true) + count_poison(w.data + w.size, GUARD, 1, true);
@@ -1153,9 +1153,9 @@ struct Harness {
         }
         if (!result.ok || !w.compare) return result;
         const unsigned long long bits = fingerprint(w);
-        if (!before.empty() && bits == w.fingerprint) return w.result;  // they were right then, so they are now
+        if (!earlier.empty() && bits == w.fingerprint) return w.result;  // they were right then, so they are now
         result = w.compare();
-        if (!before.empty() && result.ok) result.fail(format("%s: not the same bits as %s", w.what, before.c_str()));
+        if (!earlier.empty() && result.ok) result.fail(format("%s: not the same bits as %s", w.what, earlier.c_str()));
         w.fingerprint = bits;
         w.result = result;
         return result;
@@ -1365,8 +1365,8 @@ struct Harness {
     template <typename LaunchOne>
     bool check_version(const std::vector<int> &sizes, Reproducible reproducible, LaunchOne launch) {
         CheckResult all;
-        auto check = [&](int size, const std::string &before) {
-            all = check_once(launch, size, before);
+        auto check = [&](int size, const std::string &earlier) {
+            all = check_once(launch, size, earlier);
             progress.done();
             max_error = std::max(max_error, all.max_error);
             if (!all.ok) print("check: %s: %s: WRONG\n", place(size, false).c_str(), all.message.c_str());
@@ -1589,10 +1589,10 @@ struct Harness {
                        checked && std::isfinite(max_error) ? format("%g", max_error).c_str() : "null", allowed_error,
                        bookends_commit);
         FILE *file = json_path == "-" ? stdout : fopen(json_path.c_str(), "a");
-        bool written = false;
-        progress.aside([&] { written = file && fputs(line.c_str(), file) >= 0 && fflush(file) == 0; });
+        bool complete = false;
+        progress.aside([&] { complete = file && fputs(line.c_str(), file) >= 0 && fflush(file) == 0; });
         if (file && file != stdout) fclose(file);
-        if (!written) refuse(EXIT_BAD_INPUT, "--json: cannot write '%s': %s", json_path.c_str(), strerror(errno));
+        if (!complete) refuse(EXIT_BAD_INPUT, "--json: cannot write '%s': %s", json_path.c_str(), strerror(errno));
     }
 
     // Prints to the report.
@@ -1623,7 +1623,7 @@ struct Harness {
         return text;
     }
 
-    static std::string format_list(const char *pattern, va_list arguments) {
+    __attribute__((format(printf, 1, 0))) static std::string format_list(const char *pattern, va_list arguments) {
         va_list again;
         va_copy(again, arguments);
         std::string text(vsnprintf(nullptr, 0, pattern, again), '\0');

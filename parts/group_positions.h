@@ -120,7 +120,8 @@ struct Groups {
     unsigned *range_counts;    // kRanges: how many long pieces begin in each range of the positions
     unsigned *order;           // (kRanges, range_size()): where in long_pieces those of a range are, in any order
 
-    Groups(unsigned N, int V, bool ordered) : N(N), V(V), bins(N, V), ordered(ordered) {}
+    Groups(unsigned count, int vocabulary, bool with_order)
+        : N(count), V(vocabulary), bins(count, vocabulary), ordered(with_order) {}
     char *lay_out(char *workspace);
     __host__ __device__ unsigned long_places() const { return N / kPiece + bins.count(); }
     // Pieces begin at different positions, so no range has more of them than positions. A tile lies in one range.

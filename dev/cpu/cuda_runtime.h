@@ -55,7 +55,7 @@ CPU_VECTOR_TYPES(double, double, 16, 16)
 
 struct dim3 {
     unsigned x, y, z;
-    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+    constexpr dim3(unsigned vx = 1, unsigned vy = 1, unsigned vz = 1) : x(vx), y(vy), z(vz) {}
     constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
     constexpr operator uint3() const { return {x, y, z}; }
 };
@@ -300,8 +300,8 @@ template <class... A> struct call;
 
 // What stands between <<< and >>>.
 struct config : cudaLaunchConfig_t {
-    config(dim3 grid, dim3 block, size_t shared = 0, cudaStream_t stream = 0)
-        : cudaLaunchConfig_t{grid, block, shared, stream, nullptr, 0} {}
+    config(dim3 grid, dim3 block, size_t shared = 0, cudaStream_t in = 0)
+        : cudaLaunchConfig_t{grid, block, shared, in, nullptr, 0} {}
     template <class... A> call<A...> operator()(A &&...arguments) const {
         return {*this, std::forward_as_tuple(std::forward<A>(arguments)...)};
     }
@@ -439,7 +439,7 @@ template <class T> using same_t = typename same<T>::type; // a parameter that ta
 // Tells the device of an atomic operation, as long as it lives.
 struct atomic_access {
     const void *p;
-    explicit atomic_access(const void *p) : p(p) {
+    explicit atomic_access(const void *address) : p(address) {
         if (watched) before_atomic(p);
     }
     ~atomic_access() {

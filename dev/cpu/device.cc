@@ -1583,7 +1583,7 @@ static std::vector<CUgraph_st *> captures; // those under way
 // Holds a lock, which orders nothing that CUDA orders.
 template <class mutex> struct locked_as {
     mutex &lock;
-    explicit locked_as(mutex &lock) : lock(lock) {
+    explicit locked_as(mutex &held) : lock(held) {
         tsan::hide_sync of_the_device;
         lock.lock();
     }

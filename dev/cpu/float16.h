@@ -52,7 +52,7 @@ template <class self> struct float16 {
 template <class self, class T> struct alignas(4) float16x2 {
     T x, y;
     float16x2() = default;
-    float16x2(T x, T y) : x(x), y(y) {}
+    float16x2(T first, T second) : x(first), y(second) {}
     friend self operator+(self a, self b) { return self(a.x + b.x, a.y + b.y); }
     friend self operator-(self a, self b) { return self(a.x - b.x, a.y - b.y); }
     friend self operator*(self a, self b) { return self(a.x * b.x, a.y * b.y); }

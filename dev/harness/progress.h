@@ -166,8 +166,8 @@ class Progress {
 // One for the process, since it has one stderr.
 inline Progress progress;
 
-inline Progress::Stage::Stage(const std::string &what, long long steps)
-    : what(what), steps(steps), start(Progress::now()) {
+inline Progress::Stage::Stage(const std::string &words, long long count)
+    : what(words), steps(count), start(Progress::now()) {
     progress.begin(this);
 }
 inline Progress::Stage::~Stage() { progress.end(); }

@@ -281,10 +281,10 @@ static int with_plan(const Call &call, const bk_lm_head *plan, LmHeadArguments<v
                                                          a.status,
                                                          a.workspace,
                                                          a.options};
-            const cudaError_t error = run(args);
+            const cudaError_t ran = run(args);
             const char *const what = plan->plan.what;  // why a product is missing
-            if (error != cudaErrorNotSupported || what[0] == 0) return call.from_cuda(error);
-            return call.fail(BK_ERROR_CUDA + (int)error, "%s", what);
+            if (ran != cudaErrorNotSupported || what[0] == 0) return call.from_cuda(ran);
+            return call.fail(BK_ERROR_CUDA + (int)ran, "%s", what);
         };
         return plan->grad_dtype == plan->dtype ? with(floatX()) : with(float());
     });

@@ -64,8 +64,8 @@ void finish() {
 template <class T> struct array {
     T *p = nullptr;
     size_t n;
-    explicit array(size_t n) : n(n) { check(cudaMalloc(&p, n * sizeof(T))); }
-    array(size_t n, int byte) : array(n) { check(cudaMemset(p, byte, n * sizeof(T))); }
+    explicit array(size_t count) : n(count) { check(cudaMalloc(&p, n * sizeof(T))); }
+    array(size_t count, int byte) : array(count) { check(cudaMemset(p, byte, n * sizeof(T))); }
     array(const std::vector<T> &v) : array(v.size()) {
         check(cudaMemcpy(p, v.data(), n * sizeof(T), cudaMemcpyHostToDevice));
     }
@@ -1123,14 +1123,14 @@ template <int stages> __global__ void bulk_ring(const int *in, int *out, int til
     __syncthreads();
     if (warp == consumers) {
         for (int k = 0, t = blockIdx.x; lane == 0 && t < tiles; k++, t += gridDim.x) {
-            const int s = k % stages, half = tile / 2;
+            const int s = k % stages, piece = tile / 2;
             if (k >= stages)
                 while (!ptx::mbarrier_try_wait_parity(&empty[s], (k / stages - 1) & 1)) {}
             const int *from = in + (size_t)t * tile;
             int *to = stage_of + s * tile;
             ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full[s], tile * 4);
-            ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, half * 4, &full[s]);
-            ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, to + half, from + half, half * 4, &full[s]);
+            ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, piece * 4, &full[s]);
+            ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, to + piece, from + piece, piece * 4, &full[s]);
         }
     } else {
         for (int k = 0, t = blockIdx.x; t < tiles; k++, t += gridDim.x) {

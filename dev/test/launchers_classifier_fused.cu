@@ -21,11 +21,11 @@ struct Problem {
     static constexpr float kValues[4] = {0.0f, 1.0f, -2.0f, 0.5f};
     static float logit(int row, int j) { return kValues[(row + j) % 4]; }
 
-    Problem(int N, int V, int P, ClassifierOptions options, size_t offset)
-        : N(N),
-          V(V),
-          P(P),
-          options(options),
+    Problem(int own_N, int own_V, int own_P, ClassifierOptions wanted, size_t offset)
+        : N(own_N),
+          V(own_V),
+          P(own_P),
+          options(wanted),
           before((size_t)N * P, (T)NAN),
           target(N),
           logits(Device<T>::filled((size_t)N * P), offset),

@@ -28,11 +28,11 @@ struct Problem {
     status_word first_bad = kStatusOk;
 
     // Every 11th id is bad, every third one 0.
-    Problem(int B, int T, int C, int V, size_t offset)
-        : B(B),
-          T(T),
-          C(C),
-          V(V),
+    Problem(int own_B, int own_T, int own_C, int own_V, size_t offset)
+        : B(own_B),
+          T(own_T),
+          C(own_C),
+          V(own_V),
           dwte_before(small<gradX>((size_t)V * C, 1)),
           dwpe_before(small<gradX>((size_t)T * C, 2)),
           dwte(dwte_before, offset),

@@ -16,11 +16,11 @@ struct Problem {
     status_word first_bad = kStatusOk;
 
     // Small numbers, whose sums are exact in each type. Every 11th id is bad.
-    Problem(int B, int T_, int C, int V, size_t offset)
-        : B(B),
-          T_(T_),
-          C(C),
-          V(V),
+    Problem(int own_B, int own_T, int own_C, int own_V, size_t offset)
+        : B(own_B),
+          T_(own_T),
+          C(own_C),
+          V(own_V),
           out(Device<T>::filled((size_t)B * T_ * C), offset),
           wte(small((size_t)V * C, 1), offset),
           wpe(small((size_t)T_ * C, 2), offset),

@@ -41,10 +41,10 @@ struct Problem {
         return created == cudaSuccess ? plan.bytes + kWorkspaceAlignment : 0;
     }
 
-    Problem(int N, int C, int V, int version)
-        : N(N),
-          C(C),
-          V(V),
+    Problem(int own_N, int own_C, int own_V, int version)
+        : N(own_N),
+          C(own_C),
+          V(own_V),
           dX(Device<floatX>::filled((size_t)N * C)),
           X(small((size_t)N * C, 1)),
           W(small((size_t)V * C, 2)),

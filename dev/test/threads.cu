@@ -116,7 +116,7 @@ struct Call {
 
 static size_t size_of(bk_dtype dtype) { return dtype == BK_FP32 ? 4 : 2; }
 
-static std::string text(const char *pattern, ...) {
+__attribute__((format(printf, 1, 2))) static std::string text(const char *pattern, ...) {
     char line[200];
     va_list arguments;
     va_start(arguments, pattern);
