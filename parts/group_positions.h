@@ -341,10 +341,7 @@ __device__ inline Listed list_groups(BinTable &table, const Groups &groups, bool
         table.length[mine] = total;
         table.place[mine] = place;
         if (single || several) {
-            ShortGroup &group = groups.short_groups[place];
-            group.id = id;
-            group.length = total;
-            if (total > 2) group.at0 = at;
+            groups.short_groups[place] = {id, total, (unsigned)at, 0};  // of one or two: see place_positions()
         }
 #pragma unroll 8
         for (int w = 0; w < kBinWarps; w++) {
