@@ -18,7 +18,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FAMILIES = ("encoder_forward", "encoder_backward", "classifier_fused", "lm_head")
+FAMILIES = ("encoder_forward", "encoder_backward", "classifier_fused")
 CPP_TYPES = {"fp32": "float", "fp16": "half", "bf16": "__nv_bfloat16"}
 
 TOKEN = re.compile(r'''//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'|[A-Za-z_]\w*|\d[\w.']*|\n|[^\s\w]|[ \t]+''',
@@ -205,7 +205,7 @@ def drop_fallbacks(text, family, version):
 
 
 def extract(family, version, fallback):
-    """The system headers and the declarations (in order) that the version's launcher needs."""
+    """The system headers, the declarations (in order) that the version's launcher needs, and its best block size."""
     includes, launcher = [], f"{family}{version}"
     declarations = read(ROOT / (family + ".cu"), set(), includes)
     if not fallback:
@@ -223,12 +223,14 @@ def extract(family, version, fallback):
             kept.add(declaration)
             keep(declaration.uses)
 
-    keep([launcher])
+    table = "".join(d.text for d in defined.get(family + "_versions", []))
+    block_size = re.search(r"\b%s<[^>]*>,\s*(\w+)" % launcher, table).group(1)
+    keep([launcher, block_size])
     # The size of the workspace, if the launcher lays one out; and the contract of all launchers.
     laid_out = {name for d in kept for name in d.names if name.startswith("lay_out")}
     keep([n for d in declarations if d.uses & laid_out for n in d.names if n.endswith("_workspace_bytes")])
     kept.update(d for d in declarations if d.text.startswith("// Every launcher"))
-    return includes, [d for d in declarations if d in kept]
+    return includes, [d for d in declarations if d in kept], block_size
 
 
 def plain_function(declarations, launcher, dtype):
@@ -265,10 +267,11 @@ def main():
         parser.error(f"--namespace: '{arguments.namespace}' is not the name of a namespace")
     launcher = f"{arguments.name}{arguments.version}"
     try:
-        includes, declarations = extract(arguments.name, arguments.version, not arguments.no_fallback)
+        includes, declarations, block_size = extract(arguments.name, arguments.version, not arguments.no_fallback)
     except KeyError:
         parser.error(f"version: '{arguments.version}' is none of {arguments.name}'s")
     pieces = [d.text for d in declarations]
+    pieces.append(f"// The fastest block size that was measured.\nconstexpr int {launcher}_block_size = {block_size};")
     if arguments.dtype:
         pieces.append(plain_function(declarations, launcher, arguments.dtype))
     text = "\n".join([f"// {launcher} of Bookends and the code that it uses. MIT License.",
@@ -277,7 +280,10 @@ def main():
                       f"\nnamespace {arguments.namespace} {{\n", "\n\n".join(pieces),
                       f"\n}}  // namespace {arguments.namespace}"]) + "\n"
     if arguments.output:
-        pathlib.Path(arguments.output).write_text(text)
+        try:
+            pathlib.Path(arguments.output).write_text(text)
+        except OSError as error:
+            parser.error(f"-o: '{arguments.output}': {error.strerror}")
     else:
         sys.stdout.write(text)
 
