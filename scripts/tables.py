@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Writes what was measured into README.md, between its markers.
+"""Writes the measurements into README.md and dev/results/README.md, between their markers.
 
-    scripts/tables.py            rewrites the README
-    scripts/tables.py --check    exit 1 if it is out of date
+    scripts/tables.py            rewrites both
+    scripts/tables.py --check    exit 1 if one is out of date
 
+    <!-- summary nvidia-h200 -->                 one row a kernel: its default version at one shape
     <!-- table nvidia-h200 encoder_forward -->   a table of dev/results/nvidia-h200/encoder_forward.jsonl
     <!-- output nvidia-h200/run.txt -->          that file of dev/results, as a block of text
     <!-- end -->                                 ends either
@@ -15,7 +16,13 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "dev", "results")
-README = os.path.join(ROOT, "README.md")
+PAGES = [os.path.join(ROOT, "README.md"), os.path.join(RESULTS, "README.md")]
+
+# The shape of each kernel that the summary shows.
+HEADLINES = {"encoder_forward": "B64 T1024 C768 V50257 bf16 uniform",
+             "encoder_backward": "B64 T1024 C768 V50257 bf16 zipf",
+             "classifier_fused": "B8 T1024 V50257 P50304 bf16 uniform",
+             "lm_head": "B8 T1024 C2048 V128256 bf16 uniform"}
 
 # Options that only some kernels have, and the values that go without saying.
 DEFAULTS = {"no_positions": False, "grad_dtype": "same", "overwrite": False, "rounding": "nearest",
@@ -36,14 +43,20 @@ def shape(record):
     return " ".join(parts)
 
 
-def table(device, kernel):
-    """One row a shape, one column a version: milliseconds and share of the copy rate at the best block size."""
+def best_records(device, kernel):
+    """All records of a kernel, and by shape and version those of the best block sizes."""
     with open(os.path.join(RESULTS, device, kernel + ".jsonl")) as file:
         records = [json.loads(line) for line in file]
     best = {}
     for record in records:
         if record.get("best"):
             best.setdefault(shape(record), {})[record["version"]] = record
+    return records, best
+
+
+def table(device, kernel):
+    """One row a shape, one column a version: milliseconds and share of the copy rate at the best block size."""
+    records, best = best_records(device, kernel)
     versions = {record["version"]: record["name"] for record in records}
     lines = ["| shape | " + " | ".join(f"{number} {name}" for number, name in versions.items()) + " |",
              "|---" * (len(versions) + 1) + "|"]
@@ -78,6 +91,21 @@ def cell(record):
     return f"{record['time_ms_median']:.4f} ms{share}"
 
 
+def summary(device):
+    """One row a kernel: the time of its default version, what it amounts to, and the gain over version 1."""
+    lines = ["| kernel | shape | default version | time | % of copy | against version 1 |", "|---|---|---|---|---|---|"]
+    for kernel, headline in HEADLINES.items():
+        versions = best_records(device, kernel)[1][headline]
+        last = versions[max(versions)]
+        ratio = last.get("ratio_to_gemms")
+        share = (f"{ratio:.2f}x the bare products, {last['scratch_pct_of_logits']:.0f}% of the logits' memory" if ratio
+                 else f"{last['pct_of_copy']:.1f}%")
+        gain = versions[min(versions)]["time_ms_median"] / last["time_ms_median"]
+        lines.append(f"| `{kernel}` | {headline} | {last['version']} {last['name']} | {last['time_ms_median']:.4g} ms | "
+                     f"{share} | {gain:.{0 if gain >= 10 else 1}f}x faster |")
+    return "\n".join(lines)
+
+
 def output(path):
     with open(os.path.join(RESULTS, path)) as file:
         return "```\n" + file.read().rstrip("\n") + "\n```"
@@ -86,23 +114,23 @@ def output(path):
 def fill(text):
     def replace(match):
         kind, *arguments = match[1].split()
-        body = {"table": table, "output": output}[kind](*arguments)
+        body = {"table": table, "output": output, "summary": summary}[kind](*arguments)
         return f"<!-- {match[1]} -->\n{body}\n<!-- end -->"
-    return re.sub(r"<!-- ((?:table|output) [^>]*?) -->\n.*?<!-- end -->", replace, text, flags=re.S)
+    return re.sub(r"<!-- ((?:table|output|summary) [^>]*?) -->\n.*?<!-- end -->", replace, text, flags=re.S)
 
 
 def main():
-    with open(README) as file:
-        old = file.read()
-    new = fill(old)
-    if sys.argv[1:] == ["--check"]:
-        if new != old:
-            sys.exit("README.md: its tables are out of date; run scripts/tables.py")
-    elif sys.argv[1:]:
+    if sys.argv[1:] not in ([], ["--check"]):
         sys.exit(__doc__)
-    elif new != old:
-        with open(README, "w") as file:
-            file.write(new)
+    for page in PAGES:
+        with open(page) as file:
+            old = file.read()
+        new = fill(old)
+        if new != old and sys.argv[1:]:
+            sys.exit(f"{os.path.relpath(page, ROOT)}: its tables are out of date; run scripts/tables.py")
+        if new != old:
+            with open(page, "w") as file:
+                file.write(new)
 
 
 if __name__ == "__main__":
