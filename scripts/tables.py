@@ -1,24 +1,31 @@
 #!/usr/bin/env python3
 """Writes the measurements into README.md and dev/results/README.md, between their markers.
 
-    scripts/tables.py            rewrites both
-    scripts/tables.py --check    exit 1 if one is out of date
+    scripts/tables.py                rewrites both, and the ladder in each kernel file's header
+    scripts/tables.py --check        exit 1 if one is out of date, or a kernel has changed since it was measured
+    scripts/tables.py --stamp FILE   adds "source", a hash of the kernel's sources without comments, to each record
 
     <!-- summary nvidia-h200 -->                 one row a kernel: its default version at one shape
     <!-- table nvidia-h200 encoder_forward -->   a table of dev/results/nvidia-h200/encoder_forward.jsonl
     <!-- output nvidia-h200/run.txt -->          that file of dev/results, as a block of text
-    <!-- end -->                                 ends either
+    <!-- end -->                                 ends each of them
+
+The ladder of a kernel file has one line for each version, below a line that begins with "Measured on".
 """
+import hashlib
 import json
 import os
 import re
 import sys
 
+import extract
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "dev", "results")
 PAGES = [os.path.join(ROOT, "README.md"), os.path.join(RESULTS, "README.md")]
 
-# The shape of each kernel that the summary shows.
+# The device of the ladders, and the shape of each kernel that its ladder and the summary show.
+LADDER_DEVICE = "nvidia-h200"
 HEADLINES = {"encoder_forward": "B64 T1024 C768 V50257 bf16 uniform",
              "encoder_backward": "B64 T1024 C768 V50257 bf16 zipf",
              "classifier_fused": "B8 T1024 V50257 P50304 bf16 uniform",
@@ -106,6 +113,35 @@ def summary(device):
     return "\n".join(lines)
 
 
+def source_hash(kernel):
+    """A hash of a kernel's sources, without comments, white space and main(): what its measurements depend on."""
+    declarations = extract.read(extract.ROOT / (kernel + ".cu"), set(), [])
+    code = " ".join(token for declaration in declarations for token in extract.code_of(declaration.text))
+    return hashlib.sha256(code.encode()).hexdigest()[:12]
+
+
+def stamp(path):
+    with open(path) as file:
+        records = [json.loads(line) for line in file]
+    with open(path, "w") as file:
+        for record in records:
+            record["source"] = source_hash(record["kernel"])
+            file.write(json.dumps(record) + "\n")
+
+
+def ladder(kernel):
+    """The lines of a kernel file's ladder."""
+    records, best = best_records(LADDER_DEVICE, kernel)
+    lines, before = [f"Measured on an {records[0]['device']}, {HEADLINES[kernel]}, cold:"], None
+    for number, record in best[HEADLINES[kernel]].items():
+        time, ratio = record["time_ms_median"], record.get("ratio_to_gemms")
+        share = f"{ratio:5.2f}x the bare products" if ratio else f"{record['pct_of_copy']:5.1f}% of copy"
+        gain = f"   {before / time:.{0 if before / time >= 10 else 2}f}x the version before" if before else ""
+        lines.append(f"  {number}  {record['name']:<15} {time:9.4f} ms  {share}{gain}")
+        before = time
+    return "\n".join(lines) + "\n"
+
+
 def output(path):
     with open(os.path.join(RESULTS, path)) as file:
         return "```\n" + file.read().rstrip("\n") + "\n```"
@@ -120,17 +156,27 @@ def fill(text):
 
 
 def main():
-    if sys.argv[1:] not in ([], ["--check"]):
+    checks = sys.argv[1:] == ["--check"]
+    if sys.argv[1:2] == ["--stamp"] and len(sys.argv) == 3:
+        return stamp(sys.argv[2])
+    if sys.argv[1:] and not checks:
         sys.exit(__doc__)
-    for page in PAGES:
-        with open(page) as file:
+    new = {page: fill for page in PAGES}
+    for kernel in HEADLINES:
+        new[os.path.join(ROOT, kernel + ".cu")] = lambda text, kernel=kernel: re.sub(
+            r"Measured on .*\n(?:  .*\n)*", lambda _: ladder(kernel), text, count=1)
+    for path, rewrite in new.items():
+        with open(path) as file:
             old = file.read()
-        new = fill(old)
-        if new != old and sys.argv[1:]:
-            sys.exit(f"{os.path.relpath(page, ROOT)}: its tables are out of date; run scripts/tables.py")
-        if new != old:
-            with open(page, "w") as file:
-                file.write(new)
+        text = rewrite(old)
+        if text != old and checks:
+            sys.exit(f"{os.path.relpath(path, ROOT)}: its figures are out of date; run scripts/tables.py")
+        if text != old:
+            with open(path, "w") as file:
+                file.write(text)
+    for kernel in HEADLINES if checks else ():
+        if any(record.get("source") != source_hash(kernel) for record in best_records(LADDER_DEVICE, kernel)[0]):
+            sys.exit(f"{kernel}.cu has changed since its figures in dev/results/{LADDER_DEVICE} were measured")
 
 
 if __name__ == "__main__":
