@@ -134,10 +134,10 @@ results: ## measures the README's shapes on the GPU at hand, into dev/results, a
 K ?= $(firstword $(KERNELS))
 on_gpu = $(if $(filter cuda,$(DEVICE)),$(1),@echo "make $@: needs DEVICE=cuda" >&2; exit 1)
 
-profile: $(BUILD)/$(K) ## K=encoder_forward V=3: what Nsight Compute says of its kernels (needs ncu)
+profile: $(if $(filter cuda,$(DEVICE)),$(BUILD)/$(K)) ## K=encoder_forward V=3: what Nsight Compute says of its kernels (needs ncu)
 	$(call on_gpu,ncu --set full --kernel-id ::regex:^$(K)_:1 --clock-control none $< $(V) --bench --repeat 1 $(if $(filter lm_head,$(K)),,--block-size 256))
 
-sass: $(BUILD)/$(K) ## K=encoder_forward: the machine code of its kernels (needs cuobjdump)
+sass: $(if $(filter cuda,$(DEVICE)),$(BUILD)/$(K)) ## K=encoder_forward: the machine code of its kernels (needs cuobjdump)
 	$(call on_gpu,cuobjdump --dump-sass $<)
 
 clean: ## removes everything that was built

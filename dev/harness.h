@@ -720,8 +720,9 @@ struct Harness {
         printf("%s: %s\n\nusage: ./%s [VERSION|all] [options]\n", name, title, name);
         printf(
             "  VERSION 0 is the CPU reference alone; none given: %d, the default: deterministic, best over the\n"
-            "  measured shapes; --list shows them\n\n",
+            "  measured shapes; --list shows them\n",
             catalogue.back().number);
+        printf("  A value may be joined to its option: -b4, --dtype=fp32. Of a repeated option, the last counts.\n\n");
         for (const Dim &d : dims) {
             printf("  -%c INT                    %s, default %s\n", d.flag, d.name,
                    d.otherwise ? d.otherwise : std::to_string(default_of(d)).c_str());
@@ -1322,7 +1323,7 @@ struct Harness {
             for (size_t i = 0; i < sizes.size(); i++) sizes[i] = (int)i;
         }
         if (before) {
-            const Progress::Stage stage(format("version %d: tuning", running));
+            const Progress::Stage stage(format("version %d: tuning", running), (long long)points.size());
             before(row.number, stream);
         }
         right = do_check ? check_version(sizes, row.reproducible, launch) : try_launches(sizes, launch);

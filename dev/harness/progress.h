@@ -5,7 +5,7 @@
 //
 // From the third second on, a terminal at stderr shows the stages, how far each is, the time so far and the time left.
 // The line is erased when the outermost stage ends. A stage whose steps so far give an estimate of more than a minute
-// is announced by one line on stderr, terminal or not. Other output goes through aside(), which erases the line first.
+// is announced by one line on stderr, terminal or not; so is a minute that passes without a step. Other output goes through aside(), which erases the line first.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -88,7 +88,8 @@ class Progress {
     std::condition_variable wake;
     std::thread watcher;
     std::vector<Stage *> stages;  // the innermost last; changed under the mutex, by one thread
-    bool stopping = false, drawn = false, announced = false;
+    bool stopping = false, drawn = false;
+    enum Announced { kNothing, kMinute, kEstimate } announced = kNothing;  // of the outermost stage
     const bool terminal = isatty(STDERR_FILENO) != 0;
 
     static double now() {
@@ -105,7 +106,7 @@ class Progress {
         std::lock_guard<std::mutex> lock(mutex);
         stages.pop_back();
         if (!stages.empty()) return;
-        announced = false;
+        announced = kNothing;
         erase();
     }
 
@@ -121,20 +122,23 @@ class Progress {
         }
     }
 
+    // An estimate once; before there is one, that a minute has passed.
     void announce(double time) {
         for (const Stage *stage : stages) {
             const double elapsed = time - stage->start, fraction = stage->fraction();
-            const bool known = fraction > 0 && elapsed >= kSureSeconds;
-            if (announced || (known ? elapsed / fraction : elapsed) < kLongSeconds) continue;
-            announced = true;
-            erase();
-            if (known) {
-                fprintf(stderr, "%s: %s takes about %s\n", program.c_str(), stage->what.c_str(),
-                        duration_text(elapsed / fraction).c_str());
-            } else {
-                fprintf(stderr, "%s: %s has taken a minute so far\n", program.c_str(), stage->what.c_str());
+            if (fraction > 0 && elapsed >= kSureSeconds && elapsed / fraction >= kLongSeconds &&
+                announced != kEstimate) {
+                tell(kEstimate, stage->what + " takes about " + duration_text(elapsed / fraction));
+            } else if (fraction == 0 && elapsed >= kLongSeconds && announced == kNothing) {
+                tell(kMinute, stage->what + " has taken a minute so far");
             }
         }
+    }
+
+    void tell(Announced what, const std::string &text) {
+        announced = what;
+        erase();
+        fprintf(stderr, "%s: %s\n", program.c_str(), text.c_str());
     }
 
     void draw(double time) {

@@ -413,6 +413,25 @@ def test_bad_options(arguments, words):
         refused(*arguments, words=words)
 
 
+@pytest.mark.parametrize("program", ["encoder_forward", "encoder_backward", "classifier_fused", "lm_head"])
+def test_every_option_refuses_bad_values(program, tmp_path):
+    """By one line that names the option, and nothing done: the values are no number, type, file or folder."""
+    listed = re.findall(r"^  (--?[\w-]+)(?: ([A-Z]+))?(?: \| (--\w+))? ", bookends.run(program, "--help").stdout, re.M)
+    options = [(name, kind) for name, kind, other in listed] + [(other, "") for _, _, other in listed if other]
+    assert len(options) >= 11 and {"-b", "-v", "--dtype", "--tokens", "--bench", "--json"} <= {o for o, _ in options}
+    for option, kind in options:
+        values = ["", "nan", "9" * 30, "/", "no\nsuch"] if kind else ["", "1"]
+        arguments = [["%s=%s" % (option, value)] for value in values]
+        arguments += [[option, value] for value in values] + [[option]] if kind else []
+        for some in arguments:
+            if option == "--json" and some[-1].endswith(("nan", "9", "such")):
+                continue  # names of files
+            result = bookends.run(program, *some, cwd=str(tmp_path))
+            assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), (some, result)
+            assert result.stderr.startswith(program + ": ") and option in result.stderr, (some, result)
+    assert os.listdir(str(tmp_path)) == []
+
+
 def test_one_line_whatever_the_value_holds():
     refused("--dtype", "a\nb", words=["--dtype"])
     refused("--tokens", "no\nsuch", words=["--tokens"])
