@@ -544,12 +544,20 @@ __device__ void zero_columns(floatX *row, unsigned begin, unsigned end, unsigned
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
 
+// Blocks of 1024 threads that a multiprocessor holds at once, for the launch bounds of versions 1 to 4: two leave 32
+// registers a thread. Without this bound the compiler takes 42 to 52 registers, and half of the threads do not fit.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100)
+constexpr int kResidentBlocks = 2;
+#else
+constexpr int kResidentBlocks = 1;  // 1536 threads a multiprocessor
+#endif
+
 // A warp a row: its lanes keep a maximum and a sum each, scaled anew whenever the maximum grows (Milakov and Gimelshein
 // 2018), so that one read does for both; shuffles put the lanes' together. Then the row is read again and written. Some
 // 8000 rows are on their way at once on a large GPU, which is far more than its L2 holds: three times the row's bytes
 // pass through DRAM, of the two that have to.
 template <typename floatX, bool softcap, Extras extras>
-__global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArguments<floatX> args) {
+__global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel1(ClassifierArguments<floatX> args) {
     typedef Packed<floatX, 1> one;
     const unsigned lane = threadIdx.x % kWarpSize;
     const long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize;
@@ -574,7 +582,7 @@ __global__ void __launch_bounds__(1024) classifier_fused_kernel1(ClassifierArgum
 // KB on a GPU with 132 of them 26 MB, which an L2 of 50 MB may still hold when they are read again. What is left is
 // instructions: a load or store for every 2 bytes.
 template <typename floatX, bool softcap, Extras extras>
-__global__ void __launch_bounds__(1024) classifier_fused_kernel2(ClassifierArguments<floatX> args) {
+__global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel2(ClassifierArguments<floatX> args) {
     typedef Packed<floatX, 1> one;
     const long long row = blockIdx.x;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
@@ -671,7 +679,7 @@ __device__ void zero_columns128(floatX *row, unsigned begin, unsigned end, unsig
 // needs them again here, so they don't drive out what others will read a second time. Both are ideas of llm.c's
 // fused_classifier.
 template <typename floatX, bool softcap, Extras extras, bool reverse>
-__global__ void __launch_bounds__(1024) classifier_fused_kernel3(ClassifierArguments<floatX> args) {
+__global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel3(ClassifierArguments<floatX> args) {
     typedef Packed128<floatX> x128;
     typedef Packed<floatX, 1> one;
     const long long row = blockIdx.x;
