@@ -1,6 +1,6 @@
 // Shared by all kernel files and copied along with them. Of the project, encoder_forward.cu includes this header alone;
 // encoder_backward.cu also includes parts/launch.h and parts/group_positions.h; classifier_fused.cu and lm_head.cu
-// include parts/launch.h and parts/hopper.h, and lm_head.cu parts/lm_head_product.h.
+// include parts/launch.h, parts/hopper.h and parts/classifier.h, and lm_head.cu parts/lm_head_product.h.
 //
 // Sources: Packed128 and its loads and stores follow the idea of llm.c's dev/cuda/common.h (one struct that makes the
 // compiler use 128-bit accesses whatever the element type).

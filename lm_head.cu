@@ -38,6 +38,7 @@ Run:      ./lm_head                    the default: deterministic, best over the
           ./lm_head --help
 */
 #include "common.h"
+#include "parts/classifier.h"
 #include "parts/hopper.h"
 #include "parts/launch.h"
 
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(1024)
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
     RunningSoftmax seen(args.power);
     for (unsigned j = threadIdx.x; j < args.V; j += blockDim.x) {
-        see<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
+        update_statistics<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
     }
     const OnlineSoftmax all = block_merge<extras>(seen.result(), args);
     const Exponent exponent(all.max, args.power);
@@ -287,11 +288,11 @@ __global__ void __launch_bounds__(512)
     for_each_vector(
         target.logits, columns,
         [&](const auto &x, unsigned column, unsigned stride) {
-            see<softcap, extras>(seen, x, column, stride, target, args);
+            update_statistics<softcap, extras>(seen, x, column, stride, target, args);
         },
-        [&](const auto &x, unsigned column) { see<softcap, extras>(seen, x, column, target, args); },
+        [&](const auto &x, unsigned column) { update_statistics<softcap, extras>(seen, x, column, target, args); },
         [&](unsigned column) {
-            see<softcap, extras>(seen, load_packed<one>(target.logits + column), column, target, args);
+            update_statistics<softcap, extras>(seen, load_packed<one>(target.logits + column), column, target, args);
         });
     OnlineSoftmax all = block_merge<extras>(seen.result(), args);
     if (threadIdx.x != 0) return;
@@ -299,7 +300,7 @@ __global__ void __launch_bounds__(512)
     float target_logit = 0;
     if (begin > 0) {
         const TiledRow before = rows[row];
-        all = merge<extras>(before.seen(), all, args);
+        all = merge<extras>(before.statistics(), all, args);
         target_logit = before.target_logit;
     }
     if (target.index < args.V && own < columns) target_logit = (float)target.logits[own];
@@ -321,7 +322,7 @@ __global__ void lm_head_finish_kernel(ClassifierGradient *gradients, const Tiled
             set_logit<softcap, extras>(target, args, rows[(size_t)run * args.N + row].target_logit);
         }
         for (unsigned run = 0; run < runs; run++) {
-            seen = merge<extras>(seen, rows[(size_t)run * args.N + row].seen(), args);
+            seen = merge<extras>(seen, rows[(size_t)run * args.N + row].statistics(), args);
         }
     }
     write_scalars<extras>(args, row, target, seen);
@@ -1482,7 +1483,7 @@ struct LmHeadRun {
         ProductArguments<floatX> product = {};
         product.columns = p.V;
         product.runs = plan.runs;
-        product.seen = part<TiledRow>(plan.seen);
+        product.statistics = part<TiledRow>(plan.seen);
         const cudaError_t error = multiply<false>(product, nullptr, 0, p.N, 0, stream);
         if (error != cudaSuccess) return error;
         return finish_rows(0, p.N, product.runs, product.tiles_of_run() * kProductColumns, stream);

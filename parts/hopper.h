@@ -23,6 +23,14 @@ __device__ inline void wait_for_phase(uint64_t *barrier, unsigned parity) {
     }
 }
 
+// A position in a ring of slots with an mbarrier each: `phase` is the parity of the barriers' phase in this round.
+struct Ring {
+    unsigned slot = 0, phase = 0;
+    __device__ void next(unsigned slots) {
+        if (++slot == slots) slot = 0, phase ^= 1;
+    }
+};
+
 // Copies from global to shared memory, both multiples of 16 bytes, and counts the bytes at the barrier when they are
 // there. `keep`: the L2 keeps these lines longer than others (evict_last), until they have been written.
 __device__ inline void load_bulk(void *to, const void *from, unsigned bytes, uint64_t *barrier, bool keep) {

@@ -1,7 +1,8 @@
 // The GEMM of lm_head.cu's version 5 (compute capability 9.0): X W^T, with the classifier's statistics or gradients
-// computed from the accumulators. It is included behind classifier_fused.cu, whose declarations it uses.
+// computed from the accumulators.
 #pragma once
 #include "../common.h"
+#include "classifier.h"
 #include "hopper.h"
 
 #include <cudaTypedefs.h>
@@ -15,7 +16,7 @@ struct TiledRow {
     unsigned count;
     float target_logit;
 
-    __device__ OnlineSoftmax seen() const { return {max, sum, gaps, count}; }
+    __device__ OnlineSoftmax statistics() const { return {max, sum, gaps, count}; }
 };
 
 // Tiles that the accumulators have room for (a tile of the vocabulary is several): 128 rows of X by 256 of W. Two
@@ -63,7 +64,7 @@ struct ProductArguments {
     unsigned rows, columns, C;
     unsigned begin;                       // how many columns of the logits are in front
     unsigned runs;                        // of tiles, that a row's columns are cut into
-    TiledRow *seen;                       // (runs, rows)
+    TiledRow *statistics;                 // (runs, rows)
     const ClassifierGradient *gradients;  // (rows)
 
     __host__ __device__ unsigned tiles_of_run() const { return ceil_div(ceil_div(columns, kProductColumns), runs); }
@@ -72,9 +73,9 @@ struct ProductArguments {
 // A thread's 64 logits of a row, as 8 vectors: the column, in the tile, of the i-th.
 __device__ inline unsigned column_of(unsigned i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-// see() for the last tile, of which not all columns are there.
+// update_statistics() for the last tile, of which not all columns are there.
 template <bool softcap, Extras extras, typename floatX>
-__device__ void see_some(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], unsigned columns,
+__device__ void update_partial(RunningSoftmax &seen, const Packed<floatX, 8> (&x)[8], unsigned columns,
                          const ClassifierArguments<floatX> &args) {
     float largest = -FLT_MAX;
     auto for_each = [&](auto what) {
@@ -317,14 +318,14 @@ __global__ void __launch_bounds__(kHasWgmma ? kProductThreads : kWarpSize, 1)
                     if (column + kProductColumns <= product.columns) {
 #pragma unroll
                         for (unsigned h = 0; h < 2; h++) {
-                            see_largest<softcap, extras>(seen[h], x[h], 0, 0, unused, args);
+                            update_max<softcap, extras>(seen[h], x[h], 0, 0, unused, args);
                         }
 #pragma unroll
-                        for (unsigned h = 0; h < 2; h++) see_sums<softcap, extras>(seen[h], x[h], args);
+                        for (unsigned h = 0; h < 2; h++) update_sums<softcap, extras>(seen[h], x[h], args);
                     } else {
 #pragma unroll
                         for (unsigned h = 0; h < 2; h++) {
-                            see_some<softcap, extras>(seen[h], x[h], product.columns - column, args);
+                            update_partial<softcap, extras>(seen[h], x[h], product.columns - column, args);
                         }
                     }
                 },
@@ -340,7 +341,7 @@ __global__ void __launch_bounds__(kHasWgmma ? kProductThreads : kWarpSize, 1)
                         }
                         const unsigned r = row + own_row + 8 * h;
                         if (lane % 4 == 0 && r < product.rows) {
-                            product.seen[(size_t)run * product.rows + r] = {all.max, all.sum, all.gaps, all.count,
+                            product.statistics[(size_t)run * product.rows + r] = {all.max, all.sum, all.gaps, all.count,
                                                                             target_logit[h]};
                         }
                     }

@@ -14,9 +14,10 @@ from bookends import ROOT
 
 KERNELS = sorted(path.name for path in ROOT.glob("*.cu"))
 MADE_OF_OTHERS = {"lm_head.cu", "embedding_layer.cu"}
-PARTS = {"classifier_fused.cu": {"parts/hopper.h", "parts/launch.h"},
+PARTS = {"classifier_fused.cu": {"parts/classifier.h", "parts/hopper.h", "parts/launch.h"},
          "encoder_backward.cu": {"parts/group_positions.h", "parts/launch.h"},
-         "encoder_forward.cu": set(), "lm_head.cu": {"parts/hopper.h", "parts/launch.h", "parts/lm_head_product.h"}}
+         "encoder_forward.cu": set(),
+         "lm_head.cu": {"parts/classifier.h", "parts/hopper.h", "parts/launch.h", "parts/lm_head_product.h"}}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
 CC = shutil.which("gcc") or shutil.which("cc")
@@ -154,6 +155,7 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
 @pytest.mark.parametrize("touched, files", [
     ("common.h", LIBRARY | OBJECTS | BINARIES),
     ("parts/group_positions.h", {"libbookends.so", "encoder_backward", *objects("encoder_backward")}),
+    ("parts/classifier.h", HOPPER),
     ("parts/hopper.h", HOPPER),
     ("parts/lm_head_product.h", {"libbookends.so", "lm_head", *objects("lm_head")}),
     ("parts/launch.h", HOPPER | {"encoder_backward", *objects("encoder_backward")}),
