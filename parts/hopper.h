@@ -117,24 +117,26 @@ __device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool
 #undef BOOKENDS_WGMMA
 #undef BOOKENDS_16
 #undef BOOKENDS_4
-#elif !defined(__CUDA_ARCH__)
-    const unsigned warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
-    float x[2][16], w[16];
-    auto load = [](float(&row)[16], uint64_t begin, unsigned r) {  // with the swizzle as the hardware has it
-        for (unsigned k = 0; k < 16; k++) {
-            const uint64_t address = begin + r * 128 + k * 2;
-            row[k] = (float)*(const floatX *)(address ^ (address >> 7 & 7) << 4);
+#elif defined(BOOKENDS_CPU_DEVICE)
+    cpu::start_wgmma([&sums, X, W, add] {
+        const unsigned warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
+        float x[2][16], w[16];
+        auto load = [](float(&row)[16], uint64_t begin, unsigned r) {  // with the swizzle as the hardware has it
+            for (unsigned k = 0; k < 16; k++) {
+                const uint64_t address = begin + r * 128 + k * 2;
+                row[k] = (float)*(const floatX *)(address ^ (address >> 7 & 7) << 4);
+            }
+        };
+        for (unsigned h = 0; h < 2; h++) load(x[h], X, 16 * warp + lane / 4 + 8 * h);
+        for (unsigned j = 0; j < 64; j++) {
+            load(w, W, 8 * (j / 2) + lane % 4 * 2 + j % 2);
+            for (unsigned h = 0; h < 2; h++) {
+                float &sum = sums[j / 2 * 4 + 2 * h + j % 2];
+                if (!add) sum = 0;
+                for (unsigned k = 0; k < 16; k++) sum += x[h][k] * w[k];
+            }
         }
-    };
-    for (unsigned h = 0; h < 2; h++) load(x[h], X, 16 * warp + lane / 4 + 8 * h);
-    for (unsigned j = 0; j < 64; j++) {
-        load(w, W, 8 * (j / 2) + lane % 4 * 2 + j % 2);
-        for (unsigned h = 0; h < 2; h++) {
-            float &sum = sums[j / 2 * 4 + 2 * h + j % 2];
-            if (!add) sum = 0;
-            for (unsigned k = 0; k < 16; k++) sum += x[h][k] * w[k];
-        }
-    }
+    });
 #endif
 }
 
@@ -148,12 +150,16 @@ __device__ inline void wgmma_begin() {
 __device__ inline void wgmma_end() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#elif defined(BOOKENDS_CPU_DEVICE)
+    cpu::wgmma_commit();
 #endif
 }
 template <int n>
 __device__ void wgmma_wait() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
+#elif defined(BOOKENDS_CPU_DEVICE)
+    cpu::wgmma_wait(n);
 #endif
 }
 

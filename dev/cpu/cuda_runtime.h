@@ -139,8 +139,9 @@ template <class T> cudaError_t cudaHostAlloc(T **p, size_t bytes, unsigned flags
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Streams, events and graphs. Every call is done when it returns, so a stream is always idle; a capturing stream keeps
-// what it is asked to do and the graph does it again at each launch, in the same order.
+// Streams, events and graphs. Every call is done when it returns, so a stream is always idle (except in adversary mode,
+// adversary.h).
+// A capturing stream keeps what it is asked to do and the graph does it again at each launch, in the same order.
 
 constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
 constexpr unsigned cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2;
@@ -256,8 +257,8 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, T, int /*
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches: kernel %cpu::config(grid, block, shared, stream)(arguments...), and cudaLaunchKernelEx. Grids run one after
-// the other, so that a programmatic launch finds its predecessors done. The blocks of a cluster run at the same time,
-// each on an OS thread of its own.
+// the other, so that a programmatic launch finds its predecessors done (except in adversary mode, adversary.h). The
+// blocks of a cluster run at the same time, each on its own OS thread.
 
 enum cudaLaunchAttributeID {
     cudaLaunchAttributeIgnore = 0,
@@ -290,8 +291,9 @@ cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, T *kernel, const cudaL
 
 namespace cpu {
 
-// Whether the device is to be told of atomics, fences and early starts: ThreadSanitizer goes by them.
-extern const bool watched;
+// `watched`: the device receives calls at atomics, fences and early starts, for ThreadSanitizer or the adversary mode.
+// `hostile`: adversary mode.
+extern const bool watched, hostile;
 void before_atomic(const void *p), after_atomic(const void *p);
 void at_fence(), at_proxy_fence(), at_dependency_wait(), at_dependency_trigger();
 

@@ -2,6 +2,7 @@
 // between, the threads of a block and where they meet, clusters of blocks, barriers in shared memory and bulk copies,
 // the blocks of a grid over the OS threads, then errors, memory, streams, queries and tensor maps.
 
+#include "adversary.h"
 #include "cuda_runtime.h"
 #include "cuda/ptx"
 #include "cudaTypedefs.h"
@@ -13,11 +14,13 @@
 #include <cstdarg>
 #include <cstdlib>
 #include <cxxabi.h>
+#include <deque>
 #include <dlfcn.h>
 #include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <sched.h>
 #include <string>
 #include <sys/mman.h>
@@ -38,8 +41,9 @@
 
 namespace cpu {
 
-constexpr bool fixed_order = tsan::on; // which OS thread runs a block does not depend on time
-const bool watched = tsan::on;
+static adversary seed;
+const bool hostile = seed.on, watched = tsan::on || hostile;
+static const bool fixed_order = tsan::on || hostile; // which OS thread runs a block does not depend on time
 
 constexpr int max_threads = 1024, max_warps = max_threads / 32;
 constexpr int cluster_portable = 8, cluster_most = 16; // blocks
@@ -167,6 +171,7 @@ struct meeting {
 constexpr unsigned long long busy = ~0ull, returned = ~0ull - 1;
 struct seat {
     char *shared = nullptr;
+    struct worker *runs = nullptr;                 // the OS thread
     std::atomic<unsigned long long> idle_at{busy}; // the cluster's `changes` at which all its threads had to wait
     std::atomic<unsigned> arrived{0};              // the cluster barrier's generation after the one it has arrived for
 };
@@ -204,10 +209,12 @@ struct tile {
 // Bulk copies that nobody has waited for, thus not done: into shared memory, and out of it, where a thread groups them.
 struct bulk_in {
     void *to;
-    const void *from;
+    const void *from; // null: `value` is copied
     unsigned bytes;
     uint64_t *barrier;
     tile part;
+    char value[16] = {};
+    bool remote = false; // issued by another block
 };
 struct bulk_out {
     void *to;
@@ -215,6 +222,15 @@ struct bulk_out {
     unsigned bytes, group;
     int thread;
     tile part;
+    std::vector<char> read = {}; // the source's contents at a wait for its reading alone
+    bool written = false;        // before anybody waited
+};
+
+// A wgmma that takes effect at the wait for its batch.
+struct product {
+    int thread;
+    unsigned batch;
+    std::function<void()> multiply;
 };
 
 // A grid being run.
@@ -229,6 +245,11 @@ struct job {
     int shift = 0;                            // which of the OS threads, or gangs, takes the first, where that is fixed
     std::atomic<bool> triggered{false};       // a thread lets the next kernel start early
     CUstream_st *stream = nullptr;
+    std::unique_ptr<turns> turn;              // in adversary mode: the order of the OS threads
+    std::vector<old_contents> *unseen = nullptr; // memory as seen by threads that have not waited for the predecessor
+    bool hidden = false;                      // memory holds `unseen` at present
+    unsigned long long unit_step = 1, first_unit = 0; // the i-th cluster: first_unit + i * unit_step
+    bool waited = false, triggered_first = false; // a thread has waited; a thread triggered before any had waited
     std::atomic<unsigned long long> next_unit{0};
     std::atomic<bool> failed{false};
     std::string message; // written by whoever set `failed`
@@ -278,6 +299,12 @@ struct worker {
 
     std::vector<bulk_in> loads;
     std::vector<bulk_out> stores;
+    std::vector<product> products;
+    unsigned batches[max_threads]{};     // number of wgmma batches that each thread has committed
+    int first_thread = 0, next_step = 1; // order in which threads start: first_thread + i * next_step
+    int slow_warp = 0;                   // number of a warp that runs seldom; may exceed the number of warps
+    bool starts_first = true;            // new threads start before ready threads continue
+    unsigned round = 0;                  // ready threads that the seed chooses among
     unsigned groups[max_threads]{}; // that each thread has committed, ever
 
     // Threads poll when they wait for a barrier in shared memory. What shows that this is all they do:
@@ -427,7 +454,20 @@ static void put_back(worker &w) {
 static void push_ready(worker &w, int thread) {
     w.ready[(w.ready_head + w.ready_count++) % max_threads] = (unsigned short)thread;
 }
+// In adversary mode the seed chooses among the threads of one round: all that were ready when the round began. A slow
+// warp's threads are mostly put back.
 static int pop_ready(worker &w) {
+    for (unsigned tries = 0; hostile; tries++) {
+        if (w.round == 0 || w.round > w.ready_count) w.round = w.ready_count;
+        unsigned short &head = w.ready[w.ready_head % max_threads];
+        std::swap(head, w.ready[(w.ready_head + seed.draw(w.round)) % max_threads]);
+        w.round--;
+        if (head / 32 != w.slow_warp || tries >= w.ready_count || seed.once_in(16)) break;
+        const int passed_over = head;
+        w.ready_head++, w.ready_count--;
+        push_ready(w, passed_over);
+        w.idle_pushes++;
+    }
     w.ready_count--;
     return w.ready[w.ready_head++ % max_threads];
 }
@@ -457,6 +497,7 @@ void fail(const char *format, ...) {
         char where[64];
         snprintf(where, sizeof where, ", block (%u,%u,%u): ", blockIdx.x, blockIdx.y, blockIdx.z);
         if (!j.failed) j.message = "kernel " + kernel_name(j.kernel) + where + what;
+        if (!j.failed && hostile) j.message += std::string(" (BOOKENDS_ADVERSARY=") + seed.name + ")";
         j.failed = true;
         tsan::release(&j);
     }
@@ -482,7 +523,16 @@ static void step_back(worker &w) {
     release_parked(w);
     push_ready(w, thread_index);
     w.start_first = w.started < w.threads; // or those that yield would pass the turn among themselves
+    if (hostile && w.start_first) w.start_first = seed.draw(8) != 0 ? w.starts_first : !w.starts_first;
     wait(w);
+}
+
+// In adversary mode: a point where other threads may run first.
+static void interleave(worker &w) {
+    if (!hostile) return;
+    if (seed.draw(8) == 0) w.grid->turn->pass(seed, w.number, false);
+    if (seed.draw(64) == 0) w.slow_warp = (int)seed.draw(2 * max_warps);
+    if (seed.draw(2) == 0) step_back(w);
 }
 
 void yield() {
@@ -515,7 +565,9 @@ int barrier(op what, int predicate) {
     for (int t = 0; t < w.threads; t++)
         if (t != thread_index) push_ready(w, t);
     tsan::acquire(phase);
-    return w.barrier_result;
+    const int result = w.barrier_result;
+    interleave(w);
+    return result;
 }
 
 // The lane a shuffle reads. As the hardware has it, a lane that would leave its segment of `width` lanes reads itself.
@@ -611,7 +663,9 @@ unsigned long long meet(op what, unsigned mask, unsigned long long value, int so
     if (what == op::syncwarp) tsan::release(phase);
     if (!finish_meeting(w, warp, i)) wait(w);
     if (what == op::syncwarp) tsan::acquire(phase);
-    return w.waits[index].value;
+    const unsigned long long result = w.waits[index].value;
+    interleave(w);
+    return result;
 }
 
 // What holds a block up in which every thread left waits, and for something that cannot come.
@@ -666,6 +720,7 @@ void poison(void *p, size_t bytes) {
 // has come by a fence before. A fence acquires from the words that its thread touched atomically last.
 
 void before_atomic(const void *p) {
+    if (self) interleave(*self);
     if (self && self->fenced[thread_index]) tsan::release(p);
 }
 
@@ -673,6 +728,7 @@ void after_atomic(const void *p) {
     if (!self) return;
     worker &w = *self;
     w.atomics[thread_index][w.atomic_count[thread_index]++ % 4] = p;
+    interleave(w);
 }
 
 void at_fence() {
@@ -680,14 +736,20 @@ void at_fence() {
     worker &w = *self;
     for (int i = 0; i < std::min<int>(w.atomic_count[thread_index], 4); i++) tsan::acquire(w.atomics[thread_index][i]);
     w.fenced[thread_index] = true;
+    interleave(w);
 }
 
 void at_dependency_trigger() {
-    if (self) self->grid->triggered.store(true, std::memory_order_relaxed);
+    if (!self) return;
+    job &j = *self->grid;
+    if (hostile && !j.waited) j.triggered_first = true;
+    j.triggered.store(true, std::memory_order_relaxed);
 }
 
 void at_proxy_fence() {
-    if (self) tsan::release(&self->proxy);
+    if (!self) return;
+    tsan::release(&self->proxy);
+    interleave(*self);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -703,7 +765,8 @@ static void reset_waits(worker &w) {
 }
 
 // Gives the processor to other OS threads, and after a while of that rests itself.
-static void nap(int naps) {
+static void nap(worker &w, int naps) {
+    if (hostile) w.grid->turn->pass(seed, w.number, false);
     if (naps < 100) sched_yield();
     else usleep(50);
 }
@@ -751,8 +814,9 @@ static void rest(worker &w) {
     // It could be that polls are mixed with looks at global memory, which other clusters write: so not at once.
     const auto now = std::chrono::steady_clock::now();
     if (!stuck || w.naps == 0) w.stuck_since = now;
-    else if (now - w.stuck_since > std::chrono::milliseconds(500)) fail_idle(w);
-    nap(w.naps++);
+    else if (hostile ? w.naps > 100 * (int)(w.ready_count + 1) // any thread may be slow
+                     : now - w.stuck_since > std::chrono::milliseconds(500)) fail_idle(w);
+    nap(w, w.naps++);
 }
 
 // The block's state of affairs has changed since it was last idle.
@@ -818,6 +882,7 @@ void cluster_wait() {
     }
     tsan::acquire(&w.gang->barrier[state - 1]);
     state = 0;
+    interleave(w);
 }
 
 // No thread of the block can go on unless the cluster barrier lets it.
@@ -963,7 +1028,9 @@ uint64_t mbarrier_update(const char *name, bool near, uint64_t *barrier, unsigne
                          bool releases) {
     check_barrier(*self, name, near, barrier);
     if (tsan::on && releases) tsan::release(phase_of(barrier));
-    return update(*self, name, barrier, expect, arrivals);
+    const uint64_t state = update(*self, name, barrier, expect, arrivals);
+    interleave(*self);
+    return state;
 }
 
 unsigned mbarrier_parity(uint64_t state) {
@@ -1014,7 +1081,7 @@ static void move_tile(const tile &t, char *shared, bool load) {
 static void finish(const worker &w, const bulk_in &copy) {
     tsan::hide_accesses seen_at_issue;
     if (copy.part.of.rank) move_tile(copy.part, (char *)copy.to, true);
-    else memcpy(copy.to, copy.from, copy.bytes);
+    else memcpy(copy.to, copy.from ? copy.from : copy.value, copy.bytes);
     update(w, "cp_async_bulk", copy.barrier, -(long long)copy.bytes, 0);
 }
 
@@ -1038,6 +1105,7 @@ bool mbarrier_poll(const char *name, uint64_t *barrier, unsigned parity) {
     const mbarrier b = read(w, name, barrier, __atomic_load_n(barrier, __ATOMIC_ACQUIRE));
     if (b.phase != parity) {
         tsan::acquire(phase_of(barrier, parity));
+        interleave(w);
         return true;
     }
     w.poll_name = name;
@@ -1048,7 +1116,8 @@ bool mbarrier_poll(const char *name, uint64_t *barrier, unsigned parity) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Bulk copies. They are done as late as can be: when a thread waits.
+// Bulk copies. They take effect at the wait for them, the latest time allowed; in adversary mode at once or
+// at the wait.
 
 static void check_memory([[maybe_unused]] const void *p, [[maybe_unused]] size_t bytes) {
 #ifdef __SANITIZE_ADDRESS__ // complains here, in the kernel's line, not where the copy is done
@@ -1107,10 +1176,19 @@ static void see_store(worker &w, const bulk_out &copy) {
     tsan::release(w.grid);
 }
 
+static void write(const bulk_out &copy) {
+    if (copy.written) return;
+    if (copy.part.of.rank) move_tile(copy.part, (char *)copy.from, false);
+    else memcpy(copy.to, copy.read.empty() ? copy.from : copy.read.data(), copy.bytes);
+}
+
 static void store(worker &w, const bulk_out &copy) {
     see_store(w, copy);
     tsan::hide_accesses own;
     w.stores.push_back(copy);
+    if (!seed.once_in(3)) return;
+    write(copy);
+    w.stores.back().written = true;
 }
 
 static void load(worker &w, const char *name, const bulk_in &copy, bool near) {
@@ -1121,8 +1199,14 @@ static void load(worker &w, const char *name, const bulk_in &copy, bool near) {
     if (rank >= 0 && to_rank >= 0 && rank != to_rank) fail_at(w, barrier, name, " is not where the copy goes");
     see_load(w, copy);
     tsan::hide_accesses own;
-    if (rank < 0 || rank == w.rank) w.loads.push_back(copy);
-    else finish(w, copy); // waited for on another OS thread
+    const bool near_barrier = rank < 0 || rank == w.rank;
+    if (hostile ? seed.draw(2) == 0 : !near_barrier) { // outside adversary mode another OS thread may be polling
+        finish(w, copy);
+    } else {
+        worker &waits = near_barrier ? w : *w.gang->seats[rank].runs;
+        waits.loads.push_back(copy);
+        waits.loads.back().remote = !near_barrier;
+    }
 }
 
 void bulk_load(void *to, const void *from, unsigned bytes, uint64_t *barrier, bool near) {
@@ -1195,13 +1279,45 @@ void bulk_wait(int groups, bool only_read) {
     }
     tsan::hide_accesses seen_at_issue;
     size_t left = 0;
-    for (const bulk_out &copy : w.stores) {
-        if (copy.thread != thread_index || (int)(w.groups[thread_index] - copy.group) < groups)
-            w.stores[left++] = copy;
-        else if (copy.part.of.rank) move_tile(copy.part, (char *)copy.from, false);
-        else memcpy(copy.to, copy.from, copy.bytes);
+    for (bulk_out &copy : w.stores) {
+        const bool done = copy.thread == thread_index && (int)(w.groups[thread_index] - copy.group) >= groups;
+        if (done && only_read && hostile && !copy.part.of.rank && !copy.written && copy.read.empty())
+            copy.read.assign((const char *)copy.from, (const char *)copy.from + copy.bytes);
+        if (done && (!only_read || copy.read.empty())) write(copy);
+        else if (left++ != (size_t)(&copy - w.stores.data())) w.stores[left - 1] = copy;
     }
-    w.stores.resize(left);
+    w.stores.resize(left, bulk_out{});
+    if (self) interleave(w);
+}
+
+// Executes the calling thread's wgmma of all batches up to `batch`.
+static void multiply(worker &w, unsigned batch) {
+    size_t left = 0;
+    for (size_t i = 0; i < w.products.size(); i++) {
+        product &p = w.products[i];
+        if (p.thread == thread_index && (int)(batch - p.batch) >= 0) p.multiply();
+        else if (left++ != i) w.products[left - 1] = std::move(p);
+    }
+    w.products.resize(left);
+}
+
+void wgmma(std::function<void()> what) {
+    worker &w = *self;
+    const unsigned batch = w.batches[thread_index] + 1;
+    w.products.push_back({thread_index, batch, std::move(what)});
+    if (seed.draw(3) == 0) multiply(w, batch);
+}
+
+// The lanes of a warp issue a wgmma together, so they meet here.
+void wgmma_commit() {
+    self->batches[thread_index]++;
+    meet(op::syncwarp, ~0u, 0, 0);
+}
+
+void wgmma_wait(int batches) {
+    worker &w = *self;
+    multiply(w, w.batches[thread_index] - (unsigned)batches);
+    meet(op::syncwarp, ~0u, 0, 0);
 }
 
 void store_async(void *to, const void *value, unsigned bytes, uint64_t *barrier) {
@@ -1210,10 +1326,16 @@ void store_async(void *to, const void *value, unsigned bytes, uint64_t *barrier)
     check_there(w, "st_async", owner(w, to));
     check_barrier(w, "st_async", false, barrier);
     if (owner(w, to) != owner(w, barrier)) fail_at(w, barrier, "st_async", " is not where the value goes");
-    see_load(*self, {to, nullptr, bytes, barrier, {}});
-    tsan::hide_accesses seen;
-    memcpy(to, value, bytes);
-    update(w, "st_async", barrier, -(long long)bytes, 0);
+    bulk_in copy = {to, nullptr, bytes, barrier, {}};
+    memcpy(copy.value, value, bytes);
+    see_load(*self, copy);
+    if (hostile && seed.draw(2)) {
+        const int rank = owner(w, barrier);
+        copy.remote = rank >= 0 && rank != w.rank;
+        (copy.remote ? w.gang->seats[rank].runs : self)->loads.push_back(copy);
+        return;
+    }
+    finish(w, copy);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1228,6 +1350,16 @@ static void forbid([[maybe_unused]] char *memory, [[maybe_unused]] size_t bytes,
 
 // What the last thread to return leaves to do. The rest of its cluster finds its shared memory poisoned.
 static void finish_block(worker &w) {
+    if (hostile) {
+        for (const bulk_in &copy : w.loads)
+            if (copy.remote) finish(w, copy);
+        const auto remote = [](const bulk_in &copy) { return copy.remote; };
+        w.loads.erase(std::remove_if(w.loads.begin(), w.loads.end(), remote), w.loads.end());
+        for (const bulk_out &copy : w.stores)
+            if (!copy.read.empty()) write(copy); // the grid's end completes it
+        const auto read = [](const bulk_out &copy) { return !copy.read.empty(); };
+        w.stores.erase(std::remove_if(w.stores.begin(), w.stores.end(), read), w.stores.end());
+    }
     if (!w.loads.empty())
         fail("it returned, and nobody had waited for the bulk copy of %u bytes to %p", w.loads[0].bytes, w.loads[0].to);
     if (!w.stores.empty())
@@ -1239,12 +1371,27 @@ static void finish_block(worker &w) {
     forbid(w.shared, w.grid->shared, true);
 }
 
+// Puts into memory the contents that the grid's threads may see before they wait for the predecessor (hidden), or the
+// present contents.
+static void hide(job &j, bool hidden) {
+    if (!j.unseen || j.hidden == hidden) return;
+    j.hidden = hidden;
+    if (hidden) for (auto o = j.unseen->rbegin(); o != j.unseen->rend(); ++o) o->exchange();
+    else for (auto &o : *j.unseen) o.exchange();
+}
+
 // The number of the next cluster of the grid for these OS threads. ThreadSanitizer sees no races between blocks on one
 // OS thread, since they share their shared memory; so the OS threads take turns, and neighbours are on different ones.
 static unsigned long long next_unit(job &j, cluster &c, int number) {
     if (!fixed_order) return j.next_unit.fetch_add(1, std::memory_order_relaxed);
     const int each = j.cluster_blocks, clusters = j.workers / each;
-    return c.taken++ * clusters + (unsigned)(number / each + j.shift) % clusters;
+    unsigned long long unit = c.taken++ * clusters + (unsigned)(number / each + j.shift) % clusters;
+    if (j.unseen) { // one cluster at a time; each begins with the old contents
+        unit = number < each ? c.taken - 1 : j.units;
+        hide(j, unit < j.units);
+    }
+    if (!hostile || unit >= j.units) return unit;
+    return (unit * j.unit_step + j.first_unit) % j.units; // in the seed's order
 }
 
 static char os_thread_begun; // for ThreadSanitizer: its thread_local variables, __shared__ ones among them, are there
@@ -1258,7 +1405,7 @@ static unsigned long long next_cluster(worker &w) {
     if (c.ready.fetch_add(1, std::memory_order_acq_rel) + 1 < (unsigned)c.blocks) {
         for (int naps = 0; c.rounds.load(std::memory_order_acquire) == round;) {
             if (j.failed.load(std::memory_order_relaxed)) return j.units;
-            nap(naps++);
+            nap(w, naps++);
         }
         return c.number;
     }
@@ -1299,6 +1446,13 @@ static bool start_block(worker &w) {
     w.live = w.threads = (int)(j.block.x * j.block.y * j.block.z);
     w.started = 0;
     w.next_index = {0, 0, 0};
+    if (hostile) {
+        w.first_thread = (int)seed.draw((unsigned)w.threads);
+        do w.next_step = 1 + (int)seed.draw((unsigned)w.threads);
+        while (std::gcd(w.next_step, w.threads) != 1);
+        w.slow_warp = (int)seed.draw(2 * max_warps);
+        w.starts_first = seed.draw(2) != 0;
+    }
     w.poisoned.clear();
     const int warps = (w.threads + 31) / 32;
     memset(w.gone, 0, warps * sizeof w.gone[0]);
@@ -1311,7 +1465,9 @@ static bool start_block(worker &w) {
 
 // Runs the block's next thread, on the fiber this is called on.
 static void run_thread(worker &w) {
-    const int index = w.started++;
+    const int order = w.started++;
+    const int index = hostile ? (int)((w.first_thread + (long long)order * w.next_step) % w.threads) : order;
+    if (hostile) w.next_index = {index % blockDim.x, index / blockDim.x % blockDim.y, index / blockDim.x / blockDim.y};
     thread_index = index;
     threadIdx = w.next_index;
     if (++w.next_index.x == blockDim.x) {
@@ -1326,6 +1482,8 @@ static void run_thread(worker &w) {
     tsan::release(w.grid);
     tsan::release(&w.gang->end);
     check_stack(w);
+    for (const product &p : w.products)
+        if (p.thread == index) fail("thread %d returned, and had not waited for its wgmma", index);
     w.live--;
     w.gone[index / 32] |= 1u << index % 32;
     for (int i = w.meetings[index / 32]; i-- > 0;) finish_meeting(w, index / 32, i); // someone may have waited for it
@@ -1381,9 +1539,11 @@ static void run_blocks(job &j, int number) {
     w.number = number;
     w.home.seen_as = tsan::current();
     w.gang->seats[rank].shared = w.shared;
+    w.gang->seats[rank].runs = &w;
     w.rank = rank;
     w.place = {rank % size.x, rank / size.x % size.y, rank / size.x / size.y};
     w.threads = w.started = w.live = 0;
+    if (hostile) j.turn->wait(number);
     switch_to(w, take_free_fiber(w));
     if (w.abandoned) {
         const auto give_up = [&](tsan::context c) { // what this one did is over
@@ -1401,9 +1561,11 @@ static void run_blocks(job &j, int number) {
         w.barrier_arrived = w.barrier_votes = 0;
         w.start_first = w.abandoned = false;
         w.cluster_arrived = w.parked_count = 0;
-        w.loads.clear();
-        w.stores.clear();
     }
+    w.loads.clear(); // left by a grid that failed in another block
+    w.stores.clear();
+    w.products.clear();
+    if (hostile) j.turn->pass(seed, number, true);
     if (w.gang != &w.alone) forbid(w.shared, j.shared, false);
     w.gang = &w.alone;
     self = nullptr;
@@ -1421,7 +1583,7 @@ struct pool {
 
     pool() {
         const char *wanted = getenv("BOOKENDS_CPU_THREADS");
-        size = wanted ? atoi(wanted) : tsan::on ? 2 : (int)std::thread::hardware_concurrency();
+        size = wanted ? atoi(wanted) : fixed_order ? 2 : (int)std::thread::hardware_concurrency();
         size = std::max(1, std::min(size, 1024));
     }
     void help(int number) {
@@ -1469,6 +1631,13 @@ struct pool {
         }
         // A gang must be whole; else a single helper may be late.
         const bool all = j.workers > 1 && (each > 1 || fixed_order);
+        if (hostile) {
+            seed.next_grid();
+            j.turn = std::make_unique<turns>(j.workers);
+            j.first_unit = seed.draw((unsigned)std::min<unsigned long long>(j.units, UINT32_MAX));
+            do j.unit_step = 1 + seed.draw((unsigned)std::min<unsigned long long>(j.units, UINT32_MAX));
+            while (std::gcd(j.unit_step, j.units) != 1);
+        }
         if (j.workers > 1) {
             std::lock_guard<std::mutex> guard(lock);
             grid = &j;
@@ -1541,6 +1710,18 @@ cudaError_t cudaGetLastError() {
 // ---------------------------------------------------------------------------------------------------------------------
 // Streams, events, graphs.
 
+// An operation in a stream's queue. early: a kernel that may start before its predecessor ends.
+struct operation {
+    std::function<void()> work;
+    bool early = false;
+};
+
+// An event's latest record. Waits share it, so that it outlives the event.
+struct record {
+    bool reached = false;
+    std::chrono::steady_clock::time_point when;
+};
+
 struct CUstream_st {
     bool blocking;        // with the legacy default stream
     CUgraph_st *capture;  // what it is captured into, or null
@@ -1553,11 +1734,16 @@ struct CUstream_st {
     tsan::context seen_as{}, completion{};
     char asked = 0, ran = 0, done = 0, ends[16]{};
     unsigned first_pending = 0, pending = 0;
+
+    // Adversary mode: operations not yet executed, and the memory contents that an early kernel sees.
+    std::deque<operation> queue{};
+    std::vector<old_contents> unseen{};
 };
 
 struct CUevent_st {
     bool timed, recorded;
-    std::chrono::steady_clock::time_point when;
+    std::shared_ptr<record> latest;
+    CUstream_st *in; // the stream of that record
     unsigned long long capture; // if last recorded while capturing: the capture, the stream, and its steps until then
     CUstream_st *from;
     unsigned steps;
@@ -1570,11 +1756,11 @@ struct CUgraph_st {
     std::thread::id owner;
     bool valid = true;
     std::vector<CUstream_st *> streams;
-    std::vector<std::function<void()>> work;
+    std::vector<operation> work;
 };
 
 struct CUgraphExec_st {
-    std::vector<std::function<void()>> work;
+    std::vector<operation> work;
 };
 
 static std::mutex streams_lock;           // over all that streams, events and captures hold
@@ -1629,9 +1815,12 @@ static void settle(CUstream_st &s) {
 static void seen_done(cudaStream_t stream) { tsan::acquire(&(stream ? stream : &legacy)->done); }
 
 // Does the work as the stream's. To ThreadSanitizer a stream is one thread, so it must not do two things at once.
-static std::mutex running_lock;
+static std::recursive_mutex running_lock;
+using alone = std::unique_ptr<locked_as<std::recursive_mutex>>;
+static alone run_alone() { return alone(watched ? new locked_as<std::recursive_mutex>(running_lock) : nullptr); }
+
 static void run_on(CUstream_st &s, const std::function<void()> &work) {
-    std::unique_ptr<locked> alone(tsan::on ? new locked(running_lock) : nullptr);
+    const alone lock = run_alone();
     if (tsan::on && !s.seen_as) s.seen_as = tsan::create(), s.completion = tsan::create();
     CUstream_st *const outer = running;
     running = &s;
@@ -1655,8 +1844,56 @@ static void run_on(CUstream_st &s, const std::function<void()> &work) {
     running = outer;
 }
 
+// In adversary mode a stream executes its queue late: at a wait for it, or when the seed chooses. The next operation in
+// the queue shows whether a kernel has a dependent that starts early.
+static std::vector<CUstream_st *> all_streams; // with queues
+static bool dependent_is_next = false;
+
+static void run_next(CUstream_st &s) {
+    const operation next = std::move(s.queue.front());
+    s.queue.pop_front();
+    const bool outer = dependent_is_next;
+    dependent_is_next = !s.queue.empty() && s.queue.front().early;
+    run_on(s, next.work);
+    dependent_is_next = outer;
+}
+
+static void drain(cudaStream_t stream, size_t but = 0) {
+    if (!hostile || !stream) return;
+    const alone lock = run_alone();
+    while (stream->queue.size() > but) run_next(*stream);
+}
+
+static void drain_all(bool only_blocking = false) {
+    if (!hostile) return;
+    const alone lock = run_alone();
+    std::vector<CUstream_st *> streams = all_streams;
+    while (!streams.empty()) {
+        const size_t i = seed.draw((unsigned)streams.size());
+        if (streams[i]->blocking || !only_blocking) drain(streams[i]);
+        streams.erase(streams.begin() + (ptrdiff_t)i);
+    }
+}
+
+// Executes the stream up to this record.
+static void reach(record &latest, cudaStream_t in) {
+    const alone lock = run_alone();
+    while (!latest.reached) run_next(*in);
+    tsan::acquire(&latest);
+}
+
+static void run_or_queue(cudaStream_t stream, operation &&what) {
+    const alone lock = run_alone();
+    if (!hostile || !stream) {
+        drain_all(true); // the default stream waits for the blocking ones
+        return run_on(stream ? *stream : legacy, what.work);
+    }
+    stream->queue.push_back(std::move(what));
+    if (seed.draw(2) == 0) drain(stream, 1);
+}
+
 // Does the work, or captures it.
-static cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
+static cudaError_t enqueue(cudaStream_t stream, std::function<void()> work, bool early = false) {
     tsan::hide_accesses when_the_work_is_freed; // the stream has read it
     if (broken) return cudaErrorLaunchFailure;
     {
@@ -1665,14 +1902,13 @@ static cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
             if (cudaError_t error = refuse_legacy_stream()) return error;
         } else if (stream->capture) {
             if (!stream->capture->valid) return cudaErrorStreamCaptureInvalidated;
-            stream->capture->work.push_back(std::move(work));
+            stream->capture->work.push_back({std::move(work), early});
             stream->steps++;
             stream->joined = false;
             return cudaSuccess;
         }
     }
-    run_on(stream ? *stream : legacy, work);
-    work = nullptr;
+    run_or_queue(stream, {std::move(work), early});
     return cudaSuccess;
 }
 
@@ -1681,6 +1917,10 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     static std::atomic<int> streams{0};
     *stream = new CUstream_st{flags == cudaStreamDefault, nullptr, 0, false};
     (*stream)->number = ++streams;
+    if (hostile) {
+        const alone lock = run_alone();
+        all_streams.push_back(*stream);
+    }
     return done(cudaSuccess);
 }
 
@@ -1708,6 +1948,11 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
             }
         }
     }
+    drain(stream);
+    if (hostile) {
+        const alone lock = run_alone();
+        all_streams.erase(std::find(all_streams.begin(), all_streams.end(), stream));
+    }
     tsan::destroy(stream->seen_as);
     tsan::destroy(stream->completion);
     delete stream;
@@ -1716,6 +1961,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     locked guard(streams_lock);
+    if (!stream) drain_all(true);
+    else if (!stream->capture) drain(stream);
     if (!stream || !stream->capture) seen_done(stream);
     if (!stream) return done(refuse_legacy_stream());
     if (!stream->capture) return done(cudaSuccess);
@@ -1725,13 +1972,14 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
 
 cudaError_t cudaDeviceSynchronize() {
+    drain_all();
     tsan::acquire(&all_done);
     return done(refuse_while_capturing());
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     if (!event) return done(cudaErrorInvalidValue);
-    *event = new CUevent_st{!(flags & cudaEventDisableTiming), false, {}, 0, nullptr, 0};
+    *event = new CUevent_st{!(flags & cudaEventDisableTiming), false, {}, nullptr, 0, nullptr, 0};
     return done(cudaSuccess);
 }
 
@@ -1754,11 +2002,16 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     }
     if (!stream)
         if (cudaError_t error = refuse_legacy_stream()) return done(error);
-    CUstream_st &s = stream ? *stream : legacy;
-    run_on(s, [&] { settle(s), tsan::release(event); });
     event->capture = 0;
     event->recorded = true;
-    event->when = std::chrono::steady_clock::now();
+    event->in = stream;
+    event->latest = std::make_shared<record>();
+    run_or_queue(stream, {[latest = event->latest] {
+        settle(*running);
+        tsan::release(latest.get());
+        latest->when = std::chrono::steady_clock::now();
+        latest->reached = true;
+    }});
     return done(cudaSuccess);
 }
 
@@ -1766,8 +2019,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     if (!event) return done(cudaErrorInvalidResourceHandle);
     locked guard(streams_lock);
-    if (!event->capture && (!stream || !stream->capture))
-        run_on(stream ? *stream : legacy, [&] { tsan::acquire(event); });
+    if (!event->capture && event->recorded && (!stream || !stream->capture))
+        run_or_queue(stream, {[latest = event->latest, in = event->in] { reach(*latest, in); }});
     if (!event->capture) return done(cudaSuccess);
     for (CUgraph_st *g : captures) {
         if (g->id != event->capture) continue;
@@ -1791,7 +2044,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (!event) return done(cudaErrorInvalidResourceHandle);
     locked guard(streams_lock);
-    if (!event->capture) tsan::acquire(event);
+    if (!event->capture && event->recorded) reach(*event->latest, event->in);
     return done(event->capture ? cudaErrorCapturedEvent : cudaSuccess);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaEventQuery(event); }
@@ -1803,13 +2056,16 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t stop)
     if (start->capture || stop->capture) return done(cudaErrorCapturedEvent);
     if (!start->timed || !stop->timed) return done(cudaErrorInvalidResourceHandle);
     if (!start->recorded || !stop->recorded) return done(cudaErrorInvalidResourceHandle);
-    *ms = std::chrono::duration<float, std::milli>(stop->when - start->when).count();
+    reach(*start->latest, start->in);
+    reach(*stop->latest, stop->in);
+    *ms = std::chrono::duration<float, std::milli>(stop->latest->when - start->latest->when).count();
     return done(cudaSuccess);
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
     static unsigned long long ids = 0;
     if (!stream) return done(cudaErrorStreamCaptureUnsupported);
+    drain(stream);
     locked guard(streams_lock);
     if (stream->capture) {
         stream->capture->valid = false;
@@ -1867,9 +2123,9 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsig
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
     if (!exec) return done(cudaErrorInvalidValue);
-    return done(enqueue(stream, [work = exec->work] {
-        for (const auto &step : work) step();
-    }));
+    for (const operation &step : exec->work)
+        if (cudaError_t error = enqueue(stream, step.work, step.early)) return done(error);
+    return done(cudaSuccess);
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
@@ -1956,6 +2212,8 @@ static void see_end(CUstream_st &s, job &j) {
     tsan::release(&s.ends[s.pending++ % 16]);
 }
 
+static std::map<char *, size_t> allocations; // the adversary's device memory
+
 // Runs the grid; an error stays.
 static void run_grid(const void *kernel, const cudaLaunchConfig_t &where, bool early, dim3 cluster_size,
                      const std::function<void()> &body) {
@@ -1975,7 +2233,17 @@ static void run_grid(const void *kernel, const cudaLaunchConfig_t &where, bool e
     j.stream = &s;
     j.shift = s.number + (int)s.pending; // so that kernels which overlap are not on one OS thread
     tsan::release(&body);
+    if (early && !s.unseen.empty()) j.unseen = &s.unseen;
+    old_contents before;
+    if (dependent_is_next) before = old_contents::of(allocations);
     the_pool().run(j);
+    hide(j, false);
+    if (hostile) {
+        if (!early || !j.triggered_first) s.unseen.clear(); // else even the kernel in front may not have ended
+        before.keep_changes();
+        if (j.triggered) s.unseen.push_back(std::move(before));
+        else s.unseen.clear();
+    }
     see_end(s, j);
     if (!j.failed) return;
     locked guard(broken_lock);
@@ -2032,8 +2300,12 @@ cudaError_t cudaOccupancyMaxActiveClusters(int *clusters, const void *kernel, co
 
 void cpu::at_dependency_wait() {
     if (!self) return;
-    const CUstream_st &s = *self->grid->stream;
+    job &j = *self->grid;
+    j.waited = true;
+    hide(j, false);
+    const CUstream_st &s = *j.stream;
     for (unsigned i = s.first_pending; i != s.pending; i++) tsan::acquire(&s.ends[i % 16]);
+    interleave(*self);
 }
 
 cudaError_t cpu::launch(const void *kernel, const cudaLaunchConfig_t *where, std::function<void()> body) {
@@ -2046,7 +2318,7 @@ cudaError_t cpu::launch(const void *kernel, const cudaLaunchConfig_t *where, std
         error = enqueue(where->stream, [kernel, where = *where, early = starts_early(*where),
                                         size = cluster_size(*where), body = std::move(body)] {
             run_grid(kernel, where, early, size, body); // the attributes may be gone by now
-        });
+        }, starts_early(*where));
     body = nullptr;
     return done(error);
 }
@@ -2071,11 +2343,21 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
     if (bytes > 1 << 20 && bytes > meminfo("MemAvailable:")) return done(cudaErrorMemoryAllocation);
     if (posix_memalign(p, 256, bytes)) return done(cudaErrorMemoryAllocation);
     memset(*p, 0xff, bytes);
+    if (hostile) {
+        const alone lock = run_alone();
+        allocations[(char *)*p] = bytes;
+    }
     return done(cudaSuccess);
 }
 
 cudaError_t cudaFree(void *p) {
     const cudaError_t error = refuse_while_capturing();
+    if (hostile && !error) {
+        const alone lock = run_alone();
+        drain_all();
+        allocations.erase((char *)p);
+        for (CUstream_st *s : all_streams) s->unseen.clear();
+    }
     tsan::acquire(&all_done);
     if (!error) free(p);
     return done(error);
@@ -2089,7 +2371,10 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
     if (bytes == 0) return done(cudaSuccess);
     if (!to || !from) return done(cudaErrorInvalidValue);
     const cudaError_t error = enqueue(stream, [=] { settle(*running), memmove(to, from, bytes); });
-    if (kind != cudaMemcpyDeviceToDevice) seen_done(stream); // as of memory that is not page-locked
+    if (kind != cudaMemcpyDeviceToDevice) { // as of memory that is not page-locked
+        if (!stream || !stream->capture) drain(stream);
+        seen_done(stream);
+    }
     return done(error);
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
@@ -2135,7 +2420,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
     if (!properties) return done(cudaErrorInvalidValue);
     if (device != 0) return done(cudaErrorInvalidDevice);
     cudaDeviceProp p{};
-    snprintf(p.name, sizeof p.name, "%s", processor_name().c_str());
+    const std::string adversary = hostile ? std::string(", adversary ") + seed.name : "";
+    snprintf(p.name, sizeof p.name, "%s%s", processor_name().c_str(), adversary.c_str());
     p.totalGlobalMem = meminfo("MemTotal:");
     p.sharedMemPerBlock = shared_default;
     p.sharedMemPerBlockOptin = p.sharedMemPerMultiprocessor = shared_most;

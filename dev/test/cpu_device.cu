@@ -10,6 +10,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "../../parts/hopper.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdarg>
@@ -2429,11 +2431,206 @@ void dependent_launches(bool waits) {
     check(cudaStreamCreate(&s));
     cudaLaunchConfig_t config = {1, 32, 0, s, &early, 1};
     for (int i = 0; i < 3; i++) check(cudaLaunchKernelEx(&config, start_early, y.p, waits));
-    expect_equal(y.get(), std::vector<float>(32, 3.0f), "three kernels");
+    expect_equal(y.get(), std::vector<float>(32, 3.0f), waits ? "without the fault" : "with the fault");
     check(cudaStreamDestroy(s));
 }
 void case_dependent_launches() { dependent_launches(true); }
 void case_race_dependent() { dependent_launches(false); }
+
+// Faults that adversary mode finds: each case runs a kernel without the fault, then with it.
+
+template <class T> void expect_luck(const std::vector<T> &got, const std::vector<T> &want, bool fault) {
+    expect_equal(got, want, fault ? "with the fault" : "without the fault");
+}
+
+// Of two teams of 16 lanes, the last to arrive adds up what both have stored.
+__global__ void last_team(int *out, int *words, unsigned *count, bool fault) {
+    const unsigned team = threadIdx.x / 16, lane = threadIdx.x % 16, mask = 0xffffu << team * 16;
+    out += blockIdx.x * 16, words += blockIdx.x * 32, count += blockIdx.x;
+    words[threadIdx.x] = threadIdx.x;
+    if (!fault) __syncwarp(mask);
+    unsigned before = 0;
+    if (lane == 0) {
+        __threadfence();
+        before = atomicAdd(count, 1);
+        __threadfence();
+    }
+    before = __shfl_sync(mask, before, 0, 16);
+    __syncwarp(mask);
+    if (before == 1) out[lane] = words[lane] + words[16 + lane];
+}
+void case_fault_syncwarp() {
+    const int blocks = 16;
+    std::vector<int> want(blocks * 16);
+    for (int i = 0; i < blocks * 16; i++) want[i] = 2 * (i % 16) + 16;
+    for (bool fault : {false, true}) {
+        array<int> out(blocks * 16, 0), words(blocks * 32, 0);
+        array<unsigned> count(blocks, 0);
+        last_team<<<blocks, 32>>>(out.p, words.p, count.p, fault);
+        expect_luck(out.get(), want, fault);
+    }
+}
+
+// Warp 0 sends messages to warp 1 through one word. It must not write a message before the previous one is read.
+__global__ void messages(int *out, int count, bool fault) {
+    __shared__ int message;
+    __shared__ uint64_t sent;
+    __shared__ uint64_t received;
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(&sent, 1);
+        ptx::mbarrier_init(&received, 1);
+        ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
+    }
+    __syncthreads();
+    for (int i = 0; i < count; i++) {
+        if (threadIdx.x == 0) {
+            if (fault) __nanosleep(100), message = i; // usually read by now
+            while (!ptx::mbarrier_try_wait_parity(&received, (i & 1) ^ 1)) {}
+            message = i;
+            ptx::mbarrier_arrive(&sent);
+        } else if (threadIdx.x >= 32) {
+            while (!ptx::mbarrier_try_wait_parity(&sent, i & 1)) {}
+            out[i * 32 + threadIdx.x - 32] = message;
+            __syncwarp();
+            if (threadIdx.x == 32) ptx::mbarrier_arrive(&received);
+        }
+    }
+}
+void case_fault_message() {
+    const int count = 8;
+    std::vector<int> want(count * 32);
+    for (int i = 0; i < count * 32; i++) want[i] = i / 32;
+    for (bool fault : {false, true}) {
+        array<int> out(count * 32, 0);
+        messages<<<1, 64>>>(out.p, count, fault);
+        expect_luck(out.get(), want, fault);
+    }
+}
+
+// The inputs of a wgmma are overwritten with 2 after it.
+__global__ void product_of_ones(float *out, bool fault) {
+    extern __shared__ __align__(1024) __nv_bfloat16 inputs[];
+    const int n = (64 + 256) * 64;
+    for (int i = threadIdx.x; i < n; i += 128) inputs[i] = __nv_bfloat16(1.0f);
+    ptx::fence_proxy_async(ptx::space_shared);
+    __syncthreads();
+    float sums[128];
+    bookends::wgmma_begin();
+    bookends::wgmma_64x256x16<__nv_bfloat16>(sums, bookends::describe_rows(inputs),
+                                             bookends::describe_rows(inputs + 64 * 64), false);
+    bookends::wgmma_end();
+    if (!fault) bookends::wgmma_wait<0>();
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += 128) inputs[i] = __nv_bfloat16(2.0f);
+    if (fault) bookends::wgmma_wait<0>();
+    for (int i = 0; i < 128; i++) out[i * 128 + threadIdx.x] = sums[i];
+}
+void case_fault_wgmma() {
+    for (bool fault : {false, true}) {
+        array<float> out(128 * 128, 0);
+        product_of_ones<<<1, 128, 40960>>>(out.p, fault);
+        expect_luck(out.get(), std::vector<float>(128 * 128, 16), fault);
+    }
+}
+
+// A bulk copy stores a tile; then the tile is overwritten.
+__global__ void store_ones(int *out, bool fault) {
+    __shared__ alignas(16) int words[32];
+    for (int round = 1; round <= 2; round++) {
+        words[threadIdx.x] = round;
+        ptx::fence_proxy_async(ptx::space_shared);
+        __syncwarp();
+        if (threadIdx.x == 0) {
+            ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, out + round * 32 - 32, words, 128);
+            ptx::cp_async_bulk_commit_group();
+            if (!fault) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+        }
+        __syncwarp();
+    }
+    if (threadIdx.x == 0) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+}
+void case_fault_store() {
+    std::vector<int> want(64, 1);
+    std::fill(want.begin() + 32, want.end(), 2);
+    for (bool fault : {false, true}) {
+        array<int> out(64, 0);
+        store_ones<<<1, 32>>>(out.p, fault);
+        expect_luck(out.get(), want, fault);
+    }
+}
+
+// A thread reads back what its bulk copy stored.
+__global__ void read_back(int *out, bool fault) {
+    __shared__ alignas(16) int words[4];
+    for (int i = 0; i < 4; i++) words[i] = i;
+    ptx::fence_proxy_async(ptx::space_shared);
+    ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, out, words, 16);
+    ptx::cp_async_bulk_commit_group();
+    if (fault) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{}); // waits for the source alone
+    else ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
+    for (int i = 0; i < 4; i++) out[4 + i] = out[i];
+}
+void case_fault_read_back() {
+    for (bool fault : {false, true}) {
+        array<int> out(8, 0);
+        read_back<<<1, 1>>>(out.p, fault);
+        expect_luck(out.get(), {0, 1, 2, 3, 0, 1, 2, 3}, fault);
+    }
+}
+
+// Bulk copies load tiles into one buffer. A copy must not start before all lanes have read the previous tile.
+__global__ void load_tiles(const int *in, int *out, int tiles, bool fault) {
+    __shared__ alignas(16) int words[32];
+    __shared__ uint64_t full[8];
+    if (threadIdx.x < 8) ptx::mbarrier_init(&full[threadIdx.x], 1);
+    __syncwarp();
+    for (int i = 0; i < tiles; i++) {
+        if (!fault) __syncwarp();
+        if (threadIdx.x == 0) {
+            ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &full[i], 128);
+            ptx::cp_async_bulk(ptx::space_shared, ptx::space_global, words, in + i * 32, 128, &full[i]);
+        }
+        while (!ptx::mbarrier_try_wait_parity(&full[i], 0)) {}
+        out[i * 32 + threadIdx.x] = words[threadIdx.x];
+    }
+}
+void case_fault_load() {
+    const int tiles = 8;
+    std::vector<int> in(tiles * 32);
+    for (int i = 0; i < tiles * 32; i++) in[i] = i;
+    array<int> a(in);
+    for (bool fault : {false, true}) {
+        array<int> out(tiles * 32, 0);
+        load_tiles<<<1, 32>>>(a.p, out.p, tiles, fault);
+        expect_luck(out.get(), in, fault);
+    }
+}
+
+__global__ void times_and_plus(int *x, int factor, int more) { x[threadIdx.x] = x[threadIdx.x] * factor + more; }
+void case_fault_event() { // 1, then 3 from another stream, then 4
+    cudaStream_t s[2];
+    cudaEvent_t event[2];
+    for (int i = 0; i < 2; i++) check(cudaStreamCreateWithFlags(&s[i], cudaStreamNonBlocking));
+    for (int i = 0; i < 2; i++) check(cudaEventCreateWithFlags(&event[i], cudaEventDisableTiming));
+    for (int fault : {0, 1, 2}) {
+        array<int> x(32, 0);
+        finish();
+        times_and_plus<<<1, 32, 0, s[0]>>>(x.p, 1, 1);
+        check(cudaEventRecord(event[0], s[0]));
+        if (fault != 1) check(cudaStreamWaitEvent(s[1], event[0]));
+        times_and_plus<<<1, 32, 0, s[1]>>>(x.p, 3, 0);
+        check(cudaEventRecord(event[1], s[1]));
+        if (fault != 2) check(cudaStreamWaitEvent(s[0], event[1]));
+        times_and_plus<<<1, 32, 0, s[0]>>>(x.p, 1, 1);
+        expect_luck(x.get(), std::vector<int>(32, 4), fault != 0);
+    }
+    for (cudaStream_t stream : s) check(cudaStreamDestroy(stream));
+    for (cudaEvent_t e : event) check(cudaEventDestroy(e));
+}
+
+void case_fault_dependent() {
+    for (bool fault : {false, true}) dependent_launches(!fault);
+}
 
 #else
 void only_cpu() { skip("about the CPU device only"); }
@@ -2447,7 +2644,9 @@ constexpr auto case_error_barrier = only_cpu, case_error_warp = only_cpu, case_e
                case_race_blocks = only_cpu, case_race_fence = only_cpu, case_race_bulk_load = only_cpu,
                case_race_bulk_store = only_cpu, case_race_proxy = only_cpu, case_race_streams = only_cpu,
                case_race_hosts = only_cpu, case_race_dependent = only_cpu, case_two_streams = only_cpu,
-               case_dependent_launches = only_cpu;
+               case_dependent_launches = only_cpu, case_fault_syncwarp = only_cpu, case_fault_message = only_cpu,
+               case_fault_wgmma = only_cpu, case_fault_store = only_cpu, case_fault_read_back = only_cpu,
+               case_fault_load = only_cpu, case_fault_event = only_cpu, case_fault_dependent = only_cpu;
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2470,7 +2669,8 @@ const struct {
     CASE(bulk_deferred), CASE(tensor_deferred), CASE(error_mbarrier), CASE(error_waits), CASE(error_bulk),
     CASE(two_streams), CASE(dependent_launches), CASE(race_block), CASE(race_warp), CASE(race_blocks),
     CASE(race_fence), CASE(race_bulk_load), CASE(race_bulk_store), CASE(race_proxy), CASE(race_streams),
-    CASE(race_hosts), CASE(race_dependent),
+    CASE(race_hosts), CASE(race_dependent), CASE(fault_syncwarp), CASE(fault_message), CASE(fault_wgmma),
+    CASE(fault_store), CASE(fault_read_back), CASE(fault_load), CASE(fault_event), CASE(fault_dependent),
     CASE(error_tensor), CASE(error_cluster), CASE(error_cluster_memory), CASE(slow_peer),
 };
 

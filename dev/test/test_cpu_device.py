@@ -32,7 +32,7 @@ def test_is_built():
     assert cases()
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if not c.startswith(("overrun", "race"))])
+@pytest.mark.parametrize("case", [c for c in cases() if not c.startswith(("overrun", "race", "fault"))])
 def test_case(case):
     if THREAD_SANITIZER and case in READ_EARLY:
         pytest.skip("a race on purpose")
@@ -68,6 +68,35 @@ def test_race_is_seen(case):
         pytest.skip(result.stdout.strip())
     assert result.returncode != 0
     assert "ThreadSanitizer: data race" in result.stderr, result.stderr
+
+
+SEEDS = [str(seed) for seed in range(1, 9)]
+ORDER_MATTERS = ("error_barrier", "error_warp", "error_partial_masks", "error_cluster")  # for an error's words
+
+
+@pytest.mark.skipif(bool(os.environ.get("SANITIZE")), reason="the same whatever the sanitizer")
+@pytest.mark.parametrize("case", [c for c in cases() if c.startswith("fault")])
+def test_adversary_finds_the_fault(case):
+    without = run(case, BOOKENDS_ADVERSARY="")
+    if without.returncode == 77:
+        pytest.skip(without.stdout.strip())
+    results = [run(case, BOOKENDS_ADVERSARY=seed) for seed in SEEDS]
+    for result in [without] + results:
+        assert result.returncode in (0, 1) and "without the fault" not in result.stdout, result.stdout + result.stderr
+    assert any(result.returncode == 1 for result in results), "no seed finds it"
+    again = [run(case, BOOKENDS_ADVERSARY=seed) for seed in SEEDS]
+    assert [r.stdout for r in again] == [r.stdout for r in results], "a seed does not decide the same way again"
+
+
+@pytest.mark.skipif(bool(os.environ.get("SANITIZE")), reason="the same whatever the sanitizer")
+@pytest.mark.parametrize("case", [c for c in cases() if not c.startswith(("overrun", "race", "fault"))
+                                  and c not in READ_EARLY + ORDER_MATTERS])
+def test_case_with_adversary(case):
+    for seed in SEEDS[:2]:
+        result = run(case, BOOKENDS_ADVERSARY=seed)
+        if result.returncode == 77:
+            pytest.skip(result.stdout.strip())
+        assert result.returncode == 0, f"BOOKENDS_ADVERSARY={seed}: {result.stdout}{result.stderr}"
 
 
 def test_unknown_case():
