@@ -1,18 +1,28 @@
 /*
 The gradient of the token + position embedding:   dwte[inp[b,t],:] += dout[b,t,:]    dwpe[t,:] += sum_b dout[b,t,:]
 
-Ids repeat, so a row of dwte collects many rows of dout; how they meet is the whole problem. Atomics let them meet in
-memory, in whatever order; the order changes the rounding, one hot id makes everybody wait, and in 16-bit types every
-addition rounds. Versions 4 on find out first, on the GPU, which positions hold the same id, and add those up in an
-order that depends on nothing else: the same bits each time. The fewest bytes: dout and inp once, each row of dwte that
-is asked for and dwpe once each way (once only if they are overwritten: then rows that nobody asks for are zeroed).
+Ids repeat, so a row of dwte is the sum of many rows of dout. With atomics the order of the additions differs from run
+to run, and with it the rounding; the additions for a frequent id wait for each other; 16-bit gradients are rounded at
+every addition. Versions 4 on first group the positions by id, on the GPU, and add up each group in a fixed order: the
+same bits each time. The fewest bytes: dout and inp once; dwpe, and each row of dwte that has a position, once each way.
+If the gradients are overwritten, they are only written, and all other rows of dwte are zeroed.
 
-version 1  atomics: a thread an element, which it adds with atomics to dwte and dwpe
-version 2  no atomics: a thread a column, which loops over all positions
-version 3  x128 atomics: a thread 16 bytes, added by one instruction where the hardware has it
-version 4  grouped: positions are grouped by id; 16 threads add up a group and write its row once; the same for dwpe
-version 5  slices: a slice of the columns at a time: the L2 still holds what dwpe has read when dwte reads it again
-version 6  overlap: dwpe begins while the positions are being grouped
+version 1  atomics: a thread for each element adds it to dwte and dwpe with atomics
+version 2  no atomics: a thread for each column loops over all positions
+version 3  x128 atomics: 16 bytes for each thread, added by one instruction on compute capability 9.0
+version 4  plain groups: positions are listed by id; a warp for each id adds up its rows and writes the sum once
+version 5  grouped: bins in shared memory in place of a count for each id; long groups are cut into pieces
+version 6  slices: one slice of the columns at a time, so that dwte finds in the L2 what dwpe has read
+version 7  overlap: dwpe begins while the positions are being grouped
+
+Measured on an NVIDIA H200, B64 T1024 C768 V50257 bf16 zipf, cold:
+  1  atomics           35.3588 ms    0.1% of copy
+  2  no atomics        49.8618 ms    0.1% of copy   0.71x the version before
+  3  x128 atomics       0.1556 ms   20.9% of copy   320x the version before
+  4  plain groups    not measured yet
+  5  grouped            0.0955 ms   34.1% of copy
+  6  slices             0.0818 ms   39.8% of copy   1.17x the version before
+  7  overlap            0.0715 ms   45.5% of copy   1.14x the version before
 
 Includes common.h, parts/group_positions.h (the grouping) and parts/launch.h.
 
@@ -145,24 +155,7 @@ __global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX 
     }
 }
 
-// ---- grouped: adding up what parts/group_positions.h has grouped ----
-
-// Kernel 3 sends N*C elements to the L2 as atomics, twice. If it is known which positions hold an id, their rows of
-// dout can be added up in registers: dwte then sees each of its rows once each way, as plain loads and stores, and the
-// order is fixed. To know it takes two small kernels over the ids (4 bytes a position, where dout has 2*C). Then, for
-// the ids 7 3 7 9 7, kernel 4 has a team of 16 lanes for each group: dwte[7] += dout[0] + dout[2] + dout[4], and so on.
-// A short group is one team's work; a long one is cut into pieces.
-
-// dwpe's sums over b are cut in the same way, in longer pieces: rows of dout that lie T apart are found without a list.
-constexpr int kBatchPiece = 64;
-__host__ __device__ inline int batch_pieces(int B) { return B < 2 * kBatchPiece ? 1 : B / kBatchPiece; }
-
-// What lies in the workspace.
-struct Scratch {
-    Groups groups;
-    unsigned *arrived;  // (partial_rows, slices), see meet
-    float *partials;    // (partial_rows, C): a row for each place of a long piece, then for each of dwpe's pieces
-};
+// ---- gradients, from version 4 on ----
 
 // `width` neighbouring elements of a row, in accesses of at most 16 bytes. Rows of dout and partial sums are loaded
 // from the L2, past L1: each is read once here, and what other blocks have stored meanwhile must be seen. Rows of a
@@ -191,24 +184,6 @@ struct Columns {
     __device__ T &operator[](int k) { return parts[k / part][k % part]; }
 };
 
-// sum += row(first) + ... + row(count-1), in that order; at(k) is where the columns of row(k) are, asked for in that
-// order too. in_flight rows are on their way at once; of the rest half as many, and so on.
-template <typename T, int in_flight, int width, typename At>
-__device__ void add_rows(float (&sum)[width], int first, int count, At at) {
-#pragma unroll 1
-    for (; count - first >= in_flight; first += in_flight) {
-        Columns<T, width> row[in_flight];
-#pragma unroll
-        for (int i = 0; i < in_flight; i++) row[i].load(at(first + i));
-#pragma unroll
-        for (int i = 0; i < in_flight; i++) {
-#pragma unroll
-            for (int k = 0; k < width; k++) sum[k] += (float)row[i][k];
-        }
-    }
-    if constexpr (in_flight > 1) add_rows<T, in_flight / 2>(sum, first, count, at);
-}
-
 // dwte or dwpe.
 template <typename gradX>
 struct Gradient {
@@ -216,6 +191,15 @@ struct Gradient {
     bool accumulate;
     uint64_t seed;  // of stochastic rounding
 };
+
+template <typename gradX>
+Gradient<gradX> dwte_of(gradX *dwte, const GradientStore &store) {
+    return {dwte, !store.overwrite, mix64(store.seed)};
+}
+template <typename gradX>
+Gradient<gradX> dwpe_of(gradX *dwpe, const GradientStore &store) {
+    return {dwpe, !store.overwrite, mix64(store.seed + 0x6a09e667f3bcc909ull)};
+}
 
 // Zeros, if the gradient is overwritten or the thread has no column: another thread stores there.
 template <typename gradX, int width>
@@ -242,6 +226,166 @@ __device__ void store_new(const Gradient<gradX> &gradient, size_t at, const floa
         }
     }
     old.store_gradient(gradient.data + at);
+}
+
+// ---- plain groups ----
+
+// Kernel 4 adds up the rows of each id in registers. No atomics on the gradients: each row of dwte is read and written
+// once, the order of the additions is fixed, and the sum is rounded once. For that, the positions of each id must be
+// known. Four small kernels over the ids find them, a counting sort. For the ids 7 3 7 9 7 at the positions 0 to 4:
+//
+//   count   the number of positions of each id     3: 1     7: 3        9: 1
+//   begin   where each id's list begins            3: 0     7: 1        9: 4     a prefix sum over the V counts
+//   place   positions go to the lists              3: {1}   7: {4,0,2}  9: {3}   in any order within a list
+//   order   each list in ascending order           3: {1}   7: {0,2,4}  9: {3}
+//
+// Then a warp for each id adds up the rows of its list, and a thread for each vector of dwpe walks through the batch.
+//
+// Determinism: `begin` and `place` use atomics, so where a list lies and its first order may differ from run to run.
+// `order` repairs the order, and no sum depends on where a list lies. A position's rank in its list is the number of
+// smaller positions there: the plainest way to order a list, at a time that grows with the square of its length.
+//
+// Cost: 7 launches, one of them a memset. dout is read twice, for dwte and for dwpe; the ids are read four times. Each
+// id of the vocabulary costs 16 bytes and a warp, whether it occurs or not. Slow for a frequent id: one warp adds up
+// its whole list, long after the others have finished.
+struct IdLists {
+    int *counts;          // V + 1: the length of each id's list; counts[V]: of all lists together
+    unsigned *ends;       // V: where the next position of the id goes; after `place`, the end of the id's list
+    unsigned *unordered;  // N: the lists after `place`
+    unsigned *positions;  // N: the lists, each in ascending order
+};
+
+static __global__ void encoder_backward_kernel4_count(IdLists lists, const int *inp, status_word *status,
+                                                      unsigned N, int V) {
+    const unsigned bt = blockIdx.x * blockDim.x + threadIdx.x;
+    if (bt >= N) return;
+    const int id = inp[bt];
+    if (id_in_range(id, V)) {
+        atomicAdd(&lists.counts[id], 1);
+    } else {
+        report_bad_id(status, bt);
+    }
+}
+
+// A prefix sum over the ids of a block; the block's lists then begin where those of the blocks before it end.
+static __global__ void encoder_backward_kernel4_begin(IdLists lists, int V) {
+    __shared__ int block_begin;
+    const unsigned id = blockIdx.x * blockDim.x + threadIdx.x;
+    int all;
+    const int before = block_exclusive_sum(id < (unsigned)V ? lists.counts[id] : 0, &all);
+    if (threadIdx.x == 0) block_begin = atomicAdd(&lists.counts[V], all);
+    __syncthreads();
+    if (id < (unsigned)V) lists.ends[id] = block_begin + before;
+}
+
+static __global__ void encoder_backward_kernel4_place(IdLists lists, const int *inp, unsigned N, int V) {
+    const unsigned bt = blockIdx.x * blockDim.x + threadIdx.x;
+    if (bt < N && id_in_range(inp[bt], V)) lists.unordered[atomicAdd(&lists.ends[inp[bt]], 1u)] = bt;
+}
+
+static __global__ void encoder_backward_kernel4_order(IdLists lists, const int *inp, int V) {
+    const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (unsigned)lists.counts[V]) return;
+    const unsigned bt = lists.unordered[i], id = inp[bt], end = lists.ends[id], begin = end - lists.counts[id];
+    unsigned rank = 0;
+    for (unsigned k = begin; k < end; k++) rank += lists.unordered[k] < bt;
+    lists.positions[begin + rank] = bt;
+}
+
+// sum = row(0) + ... + row(count-1), in that order; row(k) is an address of `width` columns, or null: nothing to add.
+// 32 rows at a time are added up in float, and those sums in double: so the error of a long sum stays at a few ulps.
+template <typename floatX, int width, typename Row>
+__device__ void sum_rows(float (&sum)[width], unsigned count, Row row) {
+    double total[width] = {};
+    for (unsigned first = 0; first < count; first += 32) {
+        float part[width] = {};
+#pragma unroll 4
+        for (unsigned k = first; k < min(first + 32, count); k++) {
+            const floatX *const address = row(k);
+            if (!address) continue;
+            Columns<floatX, width> columns;
+            columns.load(address);
+#pragma unroll
+            for (int j = 0; j < width; j++) part[j] += (float)columns[j];
+        }
+#pragma unroll
+        for (int j = 0; j < width; j++) total[j] += part[j];
+    }
+#pragma unroll
+    for (int j = 0; j < width; j++) sum[j] = (float)total[j];
+}
+
+// A warp for each id, which takes 32 vectors of the columns at a time.
+template <typename floatX, typename gradX, int width, bool stochastic>
+__global__ void encoder_backward_kernel4_dwte(Gradient<gradX> dwte, const floatX *dout, IdLists lists, int C, int V) {
+    const long long id = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize;
+    if (id >= V) return;
+    const unsigned count = lists.counts[id];
+    if (count == 0 && dwte.accumulate) return;
+    const unsigned *positions = lists.positions + (lists.ends[id] - count);
+    for (long long c = threadIdx.x % kWarpSize * width; c < C; c += kWarpSize * width) {
+        float sum[width];
+        sum_rows<floatX>(sum, count, [&](unsigned k) { return dout + (size_t)positions[k] * C + c; });
+        Columns<gradX, width> old;
+        load_old(old, dwte, id * C + c, true);
+        store_new<stochastic>(dwte, id * C + c, sum, old);
+    }
+}
+
+// A thread for each vector of dwpe.
+template <typename floatX, typename gradX, int width, bool stochastic>
+__global__ void encoder_backward_kernel4_dwpe(Gradient<gradX> dwpe, const floatX *dout, const int *inp,
+                                              status_word *status, int B, int T, int C, int V) {
+    const long long i = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * width;
+    if (i >= (long long)T * C) return;
+    const long long t = i / C, c = i % C;
+    float sum[width];
+    sum_rows<floatX>(sum, B, [&](unsigned b) -> const floatX * {
+        const long long bt = (long long)b * T + t;
+        if (id_in_range(inp[bt], V)) return dout + bt * C + c;
+        if (c == 0) report_bad_id(status, bt);
+        return nullptr;
+    });
+    Columns<gradX, width> old;
+    load_old(old, dwpe, i, true);
+    store_new<stochastic>(dwpe, i, sum, old);
+}
+
+// ---- grouped: adding up what parts/group_positions.h has grouped ----
+
+// Kernel 3 sends N*C elements to the L2 as atomics, twice. If it is known which positions hold an id, their rows of
+// dout can be added up in registers: dwte then sees each of its rows once each way, as plain loads and stores, and the
+// order is fixed. To know it takes two small kernels over the ids (4 bytes a position, where dout has 2*C). Then, for
+// the ids 7 3 7 9 7, kernel 5 has a team of 16 lanes for each group: dwte[7] += dout[0] + dout[2] + dout[4], and so on.
+// A short group is one team's work; a long one is cut into pieces.
+
+// dwpe's sums over b are cut in the same way, in longer pieces: rows of dout that lie T apart are found without a list.
+constexpr int kBatchPiece = 64;
+__host__ __device__ inline int batch_pieces(int B) { return B < 2 * kBatchPiece ? 1 : B / kBatchPiece; }
+
+// What lies in the workspace.
+struct Scratch {
+    Groups groups;
+    unsigned *arrived;  // (partial_rows, slices), see meet
+    float *partials;    // (partial_rows, C): a row for each place of a long piece, then for each of dwpe's pieces
+};
+
+// sum += row(first) + ... + row(count-1), in that order; at(k) is where the columns of row(k) are, asked for in that
+// order too. in_flight rows are on their way at once; of the rest half as many, and so on.
+template <typename T, int in_flight, int width, typename At>
+__device__ void add_rows(float (&sum)[width], int first, int count, At at) {
+#pragma unroll 1
+    for (; count - first >= in_flight; first += in_flight) {
+        Columns<T, width> row[in_flight];
+#pragma unroll
+        for (int i = 0; i < in_flight; i++) row[i].load(at(first + i));
+#pragma unroll
+        for (int i = 0; i < in_flight; i++) {
+#pragma unroll
+            for (int k = 0; k < width; k++) sum[k] += (float)row[i][k];
+        }
+    }
+    if constexpr (in_flight > 1) add_rows<T, in_flight / 2>(sum, first, count, at);
 }
 
 // A team of 16 lanes adds up rows for one slice of the columns: in bf16, 16 bytes of 16 lanes are 256 bytes of a row.
@@ -332,7 +476,7 @@ struct Blocks {
 constexpr int kPositionsPerTeam = 16;                  // of the short groups, about
 constexpr unsigned kMostUnordered = (48 << 20) / 256;  // rows of a slice of 256 bytes that the L2 of an H200 holds
 
-// The parameters of kernel 4.
+// The parameters of kernel 5.
 template <typename floatX, typename gradX>
 struct Sums {
     Gradient<gradX> dwte, dwpe;
@@ -473,7 +617,7 @@ __device__ void zero_rows(const Sums<floatX, gradX> &job, unsigned word) {
 // dwpe's blocks have read in long runs, dwte's read again from there, in whatever order the ids want. dwpe needs no
 // groups, so its first slices go ahead.
 template <typename floatX, typename gradX, int width, bool stochastic>
-__global__ void __launch_bounds__(1024) encoder_backward_kernel4(Sums<floatX, gradX> job) {
+__global__ void __launch_bounds__(1024) encoder_backward_kernel5(Sums<floatX, gradX> job) {
     const Blocks &blocks = job.blocks;
     const unsigned slices = ceil_div(job.C, (unsigned)(kLanes * width)), yz = blockIdx.z * gridDim.y + blockIdx.y;
     const unsigned per_turn = blocks.dwpe + blocks.long_pieces, pieces = blocks.turns * per_turn;
@@ -519,14 +663,15 @@ __global__ void __launch_bounds__(1024) encoder_backward_kernel4(Sums<floatX, gr
 // launchers
 
 // Every launcher:  dwte (V, C) and dwpe (T, C), either may be null: it is not wanted; dout (B, T, C); inp (B, T) int32;
-// row-major, device memory, aligned to their element only, none overlapping another. status: one status word that the
-// caller set to kStatusOk, or null. A position with an id outside 0..V-1 adds nothing, and status says which came
-// first. workspace: encoder_backward_workspace_bytes() of device memory, whatever it holds and at any alignment;
-// versions 1 to 3 need none. B*T is at most 2^31-1. block_size: a multiple of 32 up to 1024. Nothing is allocated or
-// synchronised. Without positions there is no work; overwriting then zeroes. Where neither gradient is
-// wanted, nothing is done and no id is looked at. Version 3 falls back on version 1.
+// row-major, device memory, aligned to their element only, no overlap. status: a status word that the caller set to
+// kStatusOk, or null. A position with an id outside 0..V-1 adds nothing, and *status is lowered to the first such
+// position. workspace: device memory with any contents and at any alignment; encoder_backward_workspace_bytes() from
+// version 5 on, encoder_backward4_workspace_bytes() for version 4, none for versions 1 to 3. B*T is at most 2^31-1.
+// block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Without positions, gradients that are
+// overwritten become zero. Both gradients null: nothing is done, and no id is looked at. Version 3 falls back on
+// version 1.
 //
-// Returns, before anything is launched, cudaErrorInvalidValue for too many positions or another block size, and, of
+// Returns, before anything is launched, cudaErrorInvalidValue for too many positions or another block size, and, from
 // versions 1 to 3, cudaErrorNotSupported for stochastic rounding to 16 bits. Else the first error of a launch or a
 // memset. A pending CUDA error stays pending.
 //
@@ -553,6 +698,13 @@ cudaError_t encoder_backward_zero(gradX *dwte, gradX *dwpe, int T, int C, int V,
         error = cudaMemsetAsync(dwpe, 0, (size_t)T * C * sizeof(gradX), stream);
     }
     return error;
+}
+
+// Whether rows are aligned for `width` columns of dout in a load, and of the gradients in accesses of 16 bytes at most.
+template <int width, typename floatX, typename gradX>
+bool rows_allow(int C, const floatX *dout, gradX *dwte, gradX *dwpe) {
+    const int grad_width = std::min(width, Packed128<gradX>::size);
+    return vector_width(width, C, dout) == width && vector_width(grad_width, C, dwte, dwpe) == grad_width;
 }
 
 // How versions 1 to 3 begin.
@@ -607,6 +759,79 @@ cudaError_t encoder_backward3(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                          inp, status, N, T, C, V);
 }
 
+// The lists of version 4, one after the other in the workspace. Returns the end of the last.
+inline char *lay_out_id_lists(IdLists *lists, char *workspace, unsigned N, int V) {
+    take_array(&lists->counts, &workspace, (size_t)V + 1);
+    take_array(&lists->ends, &workspace, V);
+    take_array(&lists->unordered, &workspace, N);
+    take_array(&lists->positions, &workspace, N);
+    return workspace;
+}
+
+// Bytes of workspace that version 4 needs, at any alignment: 8 for each position and 8 for each id of the vocabulary.
+inline size_t encoder_backward4_workspace_bytes(int B, int T, int C, int V) {
+    if ((long long)B * T * C == 0) return 0;
+    IdLists lists;
+    char *const begin = (char *)16;
+    return lay_out_id_lists(&lists, begin, (unsigned)B * T, V) - begin + 15;
+}
+
+// Fills the lists.
+inline cudaError_t list_positions(const IdLists &lists, const int *inp, status_word *status, unsigned N, int V,
+                                  int block_size, cudaStream_t stream) {
+    const unsigned position_blocks = ceil_div(N, (unsigned)block_size);
+    const unsigned id_blocks = ceil_div((unsigned)V, (unsigned)block_size);
+    cudaError_t error = cudaMemsetAsync(lists.counts, 0, ((size_t)V + 1) * sizeof(int), stream);
+    if (error != cudaSuccess) return error;
+    error = launch_kernel(encoder_backward_kernel4_count, position_blocks, block_size, 0, stream, lists, inp, status, N,
+                          V);
+    if (error != cudaSuccess || V == 0) return error;
+    error = launch_kernel(encoder_backward_kernel4_begin, id_blocks, block_size, 0, stream, lists, V);
+    if (error != cudaSuccess) return error;
+    error = launch_kernel(encoder_backward_kernel4_place, position_blocks, block_size, 0, stream, lists, inp, N, V);
+    if (error != cudaSuccess) return error;
+    return launch_kernel(encoder_backward_kernel4_order, position_blocks, block_size, 0, stream, lists, inp, V);
+}
+
+// 16 bytes of dout a lane, or an element where rows are not so aligned.
+template <typename floatX, typename gradX, int width = Packed128<floatX>::size>
+cudaError_t encoder_backward4(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+                              void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
+                              cudaStream_t stream) {
+    if constexpr (width > 1) {
+        if (!rows_allow<width>(C, dout, dwte, dwpe)) {
+            return encoder_backward4<floatX, gradX, 1>(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, store,
+                                                       block_size, stream);
+        }
+    }
+    cudaError_t error = encoder_backward_refusal(B, T, block_size);
+    if (error != cudaSuccess) return error;
+    const unsigned N = (unsigned)B * T;
+    if (N == 0 || C == 0 || (!dwte && !dwpe)) return encoder_backward_zero(dwte, dwpe, T, C, V, store, stream);
+    auto sum = [&](auto stochastic) {
+        constexpr bool at_random = decltype(stochastic)::value;
+        if (dwpe) {
+            int block = block_size;
+            const unsigned blocks = grid_blocks((long long)T * C / width, &block);
+            error = launch_kernel(encoder_backward_kernel4_dwpe<floatX, gradX, width, at_random>, blocks, block, 0,
+                                  stream, dwpe_of(dwpe, store), dout, inp, status, B, T, C, V);
+        }
+        if (error != cudaSuccess || !dwte) return error;
+        IdLists lists;
+        lay_out_id_lists(&lists, (char *)workspace, N, V);
+        error = list_positions(lists, inp, status, N, V, block_size, stream);
+        if (error != cudaSuccess || V == 0) return error;
+        int block = block_size;
+        const unsigned blocks = grid_blocks((long long)V * kWarpSize, &block);
+        return launch_kernel(encoder_backward_kernel4_dwte<floatX, gradX, width, at_random>, blocks, block, 0, stream,
+                             dwte_of(dwte, store), dout, lists, C, V);
+    };
+    if constexpr (sizeof(gradX) == 2) {
+        if (store.stochastic) return sum(std::true_type());
+    }
+    return sum(std::false_type());
+}
+
 // The rows of Scratch::partials.
 inline size_t partial_rows(const Groups &groups, int B, int T) {
     return groups.long_places() + (batch_pieces(B) > 1 ? (size_t)T * batch_pieces(B) : 0);
@@ -624,7 +849,7 @@ inline char *lay_out_scratch(Scratch *scratch, char *workspace, int B, int T, in
 // Whether the pieces of long groups are wanted in order: only if dwpe reads dout in that order too.
 inline bool wants_order(unsigned N, int B) { return N > kMostUnordered && batch_pieces(B) > 1; }
 
-// Bytes of workspace that versions 4 on need, at any alignment: about 50 a position, 4*C for each 32 positions, and a
+// Bytes of workspace that versions 5 on need, at any alignment: about 50 a position, 4*C for each 32 positions, and a
 // bit for each id.
 inline size_t encoder_backward_workspace_bytes(int B, int T, int C, int V) {
     if ((long long)B * T * C == 0) return 0;
@@ -642,8 +867,7 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
                                      void *workspace, int B, int T, int C, int V, GradientStore store,
                                      bool slice_by_slice, bool overlap, int block_size, cudaStream_t stream) {
     if constexpr (width > 1) {
-        const int grad_width = std::min(width, Packed128<gradX>::size);
-        if (vector_width(width, C, dout) < width || vector_width(grad_width, C, dwte, dwpe) < grad_width) {
+        if (!rows_allow<width>(C, dout, dwte, dwpe)) {
             return encoder_backward_grouped<floatX, gradX, 1>(dwte, dwpe, dout, inp, status, workspace, B, T, C, V,
                                                               store, slice_by_slice, overlap, block_size, stream);
         }
@@ -686,8 +910,8 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
     const unsigned sums = blocks.turns * (blocks.dwpe + blocks.long_pieces) + blocks.short_groups;
     const unsigned x = slice_by_slice ? sums : slices;
     const unsigned y = (slice_by_slice ? slices + 1 : sums) + ceil_div(blocks.zeros, x), grid_y = std::min(y, 65535u);
-    const Sums<floatX, gradX> job = {{dwte, !store.overwrite, mix64(store.seed)},
-                                     {dwpe, !store.overwrite, mix64(store.seed + 0x6a09e667f3bcc909ull)},
+    const Sums<floatX, gradX> job = {dwte_of(dwte, store),
+                                     dwpe_of(dwpe, store),
                                      dout,
                                      inp,
                                      status,
@@ -707,15 +931,15 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
     config.blockDim = dim3(kLanes, teams);
     if constexpr (sizeof(gradX) == 2) {
         if (store.stochastic) {
-            return launch_kernel(config, encoder_backward_kernel4<floatX, gradX, width, true>, job);
+            return launch_kernel(config, encoder_backward_kernel5<floatX, gradX, width, true>, job);
         }
     }
-    return launch_kernel(config, encoder_backward_kernel4<floatX, gradX, width, false>, job);
+    return launch_kernel(config, encoder_backward_kernel5<floatX, gradX, width, false>, job);
 }
 
 // All slices of a row are neighbours.
 template <typename floatX, typename gradX>
-cudaError_t encoder_backward4(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+cudaError_t encoder_backward5(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
                               cudaStream_t stream) {
     return encoder_backward_grouped(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, store, false, false,
@@ -739,7 +963,7 @@ cudaError_t encoder_backward4(gradX *dwte, gradX *dwpe, const floatX *dout, cons
 //   L2.
 // What is left: 6 of 16 warps a scheduler, waiting for L2 and DRAM, both of which are half to three quarters busy.
 template <typename floatX, typename gradX>
-cudaError_t encoder_backward5(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+cudaError_t encoder_backward6(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
                               cudaStream_t stream) {
     return encoder_backward_grouped(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, store, true, false,
@@ -749,7 +973,7 @@ cudaError_t encoder_backward5(gradX *dwte, gradX *dwpe, const floatX *dout, cons
 // The groups are ready after some 12 us, and until then most of the GPU has nothing to do: dwpe's first two slices fill
 // that time.
 template <typename floatX, typename gradX>
-cudaError_t encoder_backward6(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
+cudaError_t encoder_backward7(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
                               cudaStream_t stream) {
     return encoder_backward_grouped(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, store, true, true, block_size,
@@ -761,11 +985,13 @@ constexpr Version<EncoderBackward<floatX, gradX>> encoder_backward_versions[] = 
     {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, kNotReproducible},
     {2, "no atomics", "a thread a column, which loops over all positions", encoder_backward2<floatX, gradX>, 32},
     {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, kNotReproducible},
-    {4, "grouped", "positions grouped by id; a group's rows are added up and stored once",
+    {4, "plain groups", "positions listed by id; a warp adds up an id's rows and stores the sum once",
      encoder_backward4<floatX, gradX>, 256},
-    {5, "slices", "a slice of the columns at a time, so that dout is read from DRAM once",
+    {5, "grouped", "positions grouped by id; a group's rows are added up and stored once",
      encoder_backward5<floatX, gradX>, 256},
-    {6, "overlap", "dwpe begins while the positions are being grouped", encoder_backward6<floatX, gradX>, 256},
+    {6, "slices", "a slice of the columns at a time, so that dout is read from DRAM once",
+     encoder_backward6<floatX, gradX>, 256},
+    {7, "overlap", "dwpe begins while the positions are being grouped", encoder_backward7<floatX, gradX>, 256},
 };
 
 }  // namespace bookends
@@ -827,7 +1053,8 @@ void encoder_backward_race(Harness &h, GradientStore store) {
             expect(row, dwpe_values, t, batch.data(), B);
         },
         store.overwrite ? nullptr : &dwpe_values);
-    void *workspace = h.workspace(encoder_backward_workspace_bytes(B, T, C, V));
+    void *workspace = h.workspace(
+        std::max(encoder_backward4_workspace_bytes(B, T, C, V), encoder_backward_workspace_bytes(B, T, C, V)));
 
     const double distinct = h.distinct_tokens();
     const double gradients = store.overwrite ? (double)V + T : 2 * (distinct + T);  // rows, read or written

@@ -82,6 +82,9 @@ def table(device, kernel):
         lines[-1] += (", and the fewest bytes over that time as a share of the copy rate measured in the same process "
                       f"({min(rates):.0f} to {max(rates):.0f} GB/s)")
     lines[-1] += "."
+    missing = [f"{number} {name}" for number, name in version_names(kernel).items() if number not in versions]
+    if missing:
+        lines[-1] += " Not measured yet: " + ", ".join(missing) + "."
     return "\n".join(lines)
 
 
@@ -129,11 +132,23 @@ def stamp(path):
             file.write(json.dumps(record) + "\n")
 
 
+def version_names(kernel):
+    """The rows {number, "name", ...} of a kernel file's table of versions."""
+    with open(os.path.join(ROOT, kernel + ".cu")) as file:
+        table = re.search(rf"\b{kernel}_versions\[\] = \{{\n(.*?)^\}};", file.read(), re.M | re.S)[1]
+    return {int(number): name for number, name in re.findall(r"^    \{(\d+), \"([^\"]+)\"", table, re.M)}
+
+
 def ladder(kernel):
-    """The lines of a kernel file's ladder."""
+    """The lines of a kernel file's ladder. A version without a record is not measured yet."""
     records, best = best_records(LADDER_DEVICE, kernel)
     lines, before = [f"Measured on an {records[0]['device']}, {HEADLINES[kernel]}, cold:"], None
-    for number, record in best[HEADLINES[kernel]].items():
+    for number, name in version_names(kernel).items():
+        record = best[HEADLINES[kernel]].get(number)
+        if not record:
+            lines.append(f"  {number}  {name:<15} not measured yet")
+            before = None
+            continue
         time, ratio = record["time_ms_median"], record.get("ratio_to_gemms")
         share = f"{ratio:5.2f}x the bare products" if ratio else f"{record['pct_of_copy']:5.1f}% of copy"
         gain = f"   {before / time:.{0 if before / time >= 10 else 2}f}x the version before" if before else ""

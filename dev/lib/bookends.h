@@ -92,7 +92,8 @@ enum {
 };
 
 /* Bytes of workspace that bk_encoder_backward needs with that version. 0 for versions 1 to 3, for no positions, and for
- * shapes that bk_encoder_backward refuses. */
+ * shapes that bk_encoder_backward refuses. Version 4: 8 bytes for each position and for each id of the vocabulary.
+ * Versions 5 on: about 50 bytes for each position, 4*C for each 32 positions, and a bit for each id. */
 size_t bk_encoder_backward_workspace_bytes(int B, int T, int C, int V, int version);
 
 /* Gradient of the token + position embedding:
@@ -110,6 +111,8 @@ size_t bk_encoder_backward_workspace_bytes(int B, int T, int C, int V, int versi
  *   grad_dtype dtype, or BK_FP32
  *   flags      BK_OVERWRITE, BK_STOCHASTIC, both or 0
  *   seed       of BK_STOCHASTIC: the same seed and sums give the same bits
+ *
+ * Versions 5, 6 and 7 were 4, 5 and 6 in 0.1.0; version 4 is new in 0.2.0.
  *
  * Versions 4 on give the same bits each time: sums are float, in an order that depends on the ids alone, and a 16-bit
  * result is rounded once, from the old value plus the sum. BK_STOCHASTIC rounds to one of the two neighbours, with the

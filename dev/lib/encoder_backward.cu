@@ -31,7 +31,8 @@ static int encoder_backward(void *dwte, void *dwpe, const void *dout, const int3
 
 extern "C" size_t bk_encoder_backward_workspace_bytes(int B, int T, int C, int V, int version) {
     if (B < 0 || T < 0 || C < 0 || V < 0 || (long long)B * T > INT32_MAX) return 0;
-    return version >= 1 && version <= 3 ? 0 : encoder_backward_workspace_bytes(B, T, C, V);
+    if (version >= 1 && version <= 3) return 0;
+    return version == 4 ? encoder_backward4_workspace_bytes(B, T, C, V) : encoder_backward_workspace_bytes(B, T, C, V);
 }
 
 extern "C" int bk_encoder_backward(void *dwte, void *dwpe, const void *dout, const int32_t *inp, int64_t *status,

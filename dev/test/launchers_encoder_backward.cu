@@ -40,7 +40,9 @@ struct Problem {
           dout(small<floatX>((size_t)B * T * C, 3), offset),
           inp(ids(B * T, V)),
           status(std::vector<status_word>{kStatusOk}),
-          workspace(Device<char>::filled(encoder_backward_workspace_bytes(B, T, C, V)), offset),
+          workspace(Device<char>::filled(std::max(encoder_backward4_workspace_bytes(B, T, C, V),
+                                                  encoder_backward_workspace_bytes(B, T, C, V))),
+                    offset),
           dwte_sums((size_t)V * C),
           dwpe_sums((size_t)T * C) {
         const std::vector<floatX> d = dout.get();
