@@ -3,7 +3,7 @@
 
 KERNELS := encoder_forward encoder_backward classifier_fused lm_head
 PROGRAMS := $(basename $(notdir $(wildcard dev/test/*.cu)))
-HEADERS := $(wildcard *.h parts/*.h dev/*.h dev/harness/*.h dev/lib/*.h dev/test/*.h)
+HEADERS := $(wildcard *.h parts/*.h dev/harness/*.h dev/lib/*.h dev/test/*.h)
 VERSION := $(shell awk '$$2 == "BK_VERSION" { printf "%d.%d.%d", $$3 / 10000, $$3 / 100 % 100, $$3 % 100 }' dev/lib/bookends.h)
 MAJOR := $(firstword $(subst ., ,$(VERSION)))
 PREFIX ?= /usr/local

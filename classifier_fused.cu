@@ -930,7 +930,8 @@ constexpr Version<ClassifierFused<floatX>> classifier_fused_versions[] = {
 #ifndef BOOKENDS_NO_MAIN
 #include <memory>
 
-#include "dev/harness.h"
+#include "dev/harness/classifier_options.h"
+#include "dev/harness/harness.h"
 
 namespace bookends {
 
@@ -1024,23 +1025,27 @@ struct ClassifierSlack {
 
 template <typename floatX>
 void classifier_fused_race(Harness &h) {
-    const int B = h.dim('b'), T = h.dim('t'), V = h.dim('v');
-    const int P = h.dim_or('p', (int)std::min(ceil_div(V, 128) * 128LL, (long long)INT32_MAX));
+    const int B = h.options.dim('b'), T = h.options.dim('t'), V = h.options.dim('v');
+    const int P = h.options.dim_or('p', (int)std::min(ceil_div(V, 128) * 128LL, (long long)INT32_MAX));
     const long long N = (long long)B * T;
-    if (N > INT32_MAX) h.refuse(EXIT_BAD_INPUT, "B*T: %lld rows are more than %d (-b, -t)", N, INT32_MAX);
-    if (P < V) h.refuse(EXIT_BAD_INPUT, "-p: '%d' is less than V, which is %d (-v)", P, V);
-    const auto options = classifier_options<ClassifierOptions>(h);
-    const std::string kind = h.choice("--logits"), output = h.choice("--output");
-    const int ignore_every = (int)h.number("--ignore-every");
+    if (N > INT32_MAX) refuse(EXIT_BAD_INPUT, "B*T: %lld rows are more than %d (-b, -t)", N, INT32_MAX);
+    if (P < V) refuse(EXIT_BAD_INPUT, "-p: '%d' is less than V, which is %d (-v)", P, V);
+    const auto options = classifier_options<ClassifierOptions>(h.options);
+    const std::string kind = h.options.choice("--logits"), output = h.options.choice("--output");
+    const int ignore_every = (int)h.options.number("--ignore-every");
     const int *targets = h.targets(N, V, ignore_every, options.ignore_index);
     const int *host_targets = h.host_tokens.data();
     LogitValues<floatX> values = {
-        {1, h.seed}, {2, h.seed}, kind == "gaussian" ? kGaussian : kind == "peaked" ? kPeaked : kUniform,
-        V,           P,           targets};
+        {1, h.options.seed},
+        {2, h.options.seed},
+        kind == "gaussian" ? kGaussian : kind == "peaked" ? kPeaked : kUniform,
+        V,
+        P,
+        targets};
     auto reference =
         std::make_shared<ClassifierReference<floatX>>(ClassifierReference<floatX>{values, options, {}, {}});
     reference->logits.targets = host_targets;
-    h.prepare_references = [=] {
+    h.job.prepare_references = [=] {
         reference->rows.resize(N);
         reference->known.resize(N);
     };
@@ -1094,8 +1099,8 @@ void classifier_fused_race(Harness &h) {
     };
     auto expect_correct = [=](Expected &expected, long long r) { expected.value[0] = reference->find(r).correct; };
 
-    const bool in_place = output == "in-place", wants_probs = h.flag("--probs"), wants_lse = h.flag("--lse");
-    const bool wants_correct = h.flag("--accuracy");
+    const bool in_place = output == "in-place", wants_probs = h.options.flag("--probs");
+    const bool wants_lse = h.options.flag("--lse"), wants_correct = h.options.flag("--accuracy");
     floatX *dlogits = nullptr;
     if (in_place) dlogits = h.output<floatX>("dlogits", N, P, 0, expect_dlogits, &values, true);
     const floatX *logits = in_place ? dlogits : h.input(values, N * P);
@@ -1108,8 +1113,8 @@ void classifier_fused_race(Harness &h) {
     // Padding is written but not read; an ignored row is read only for its lse or its probabilities.
     const double read = N - (ignore_every > 0 && !wants_lse && !wants_probs ? N / ignore_every : 0);
     const double matrices = (output != "none") + wants_probs, vectors = 2 + wants_lse + wants_correct;
-    h.bytes = (read * V + matrices * N * P) * sizeof(floatX) + vectors * N * sizeof(float);
-    h.flops = read * V * (matrices > 0 ? 7 : 4);
+    h.job.bytes = (read * V + matrices * N * P) * sizeof(floatX) + vectors * N * sizeof(float);
+    h.job.flops = read * V * (matrices > 0 ? 7 : 4);
     h.race(classifier_fused_versions<floatX>, [=](ClassifierFused<floatX> launch, int block_size, cudaStream_t stream) {
         return launch(dlogits, losses, lse, probs, correct, logits, targets, nullptr, status, (int)N, V, P, options,
                       block_size, stream);

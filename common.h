@@ -1,9 +1,8 @@
-// Shared by all kernel files and copied along with them. Of the project, encoder_forward.cu includes this header alone;
-// encoder_backward.cu also includes parts/launch.h and parts/group_positions.h; classifier_fused.cu and lm_head.cu
-// include parts/launch.h, parts/hopper.h and parts/classifier.h, and lm_head.cu parts/lm_head_product.h.
+// Functions that all kernel files use. Whoever copies a kernel file copies this header too, and the headers of parts/
+// that the file includes.
 //
-// Sources: Packed128 and its loads and stores follow the idea of llm.c's dev/cuda/common.h (one struct that makes the
-// compiler use 128-bit accesses whatever the element type).
+// Source of Packed128 and its loads and stores: llm.c's dev/cuda/common.h, where one struct makes the compiler use
+// 128-bit accesses for every element type.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,8 +10,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -22,38 +19,28 @@ namespace bookends {
 constexpr int kWarpSize = 32;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// checks
-
-// Ends the program on a CUDA error. For programs (main, training loops); launchers and the library return the error.
-inline void cuda_check(cudaError_t error, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
-    if (error == cudaSuccess) return;
-    fprintf(stderr, "%s:%d: CUDA error: %s\n", file, line, cudaGetErrorString(error));
-    exit(EXIT_FAILURE);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // arithmetic
 
-// For dividend >= 0 and divisor > 0; no sum that could overflow.
+// The quotient, rounded up. Requires dividend >= 0 and divisor > 0. Does not overflow.
 template <typename T>
 __host__ __device__ constexpr T ceil_div(T dividend, T divisor) {
     return dividend / divisor + (dividend % divisor != 0);
 }
 
-// The block sizes that launchers take: whole warps, at most 1024 threads.
+// Whether launchers accept a block size: a multiple of 32, at most 1024.
 inline bool valid_block_size(int block_size) {
     return block_size > 0 && block_size <= 1024 && block_size % kWarpSize == 0;
 }
 
-// The number of blocks for `threads` threads, of a valid block size. A grid holds 2^31-1 blocks: jobs beyond that get
-// larger blocks, and the launch refuses what blocks of 1024 threads cannot hold either.
+// The number of blocks for `threads` threads, given a valid block size. A grid holds 2^31-1 blocks: where it would need
+// more, *block_size becomes 1024. The launch refuses a grid that is still too large.
 inline unsigned grid_blocks(long long threads, int *block_size) {
     if (ceil_div(threads, (long long)*block_size) > INT32_MAX) *block_size = 1024;
     const long long blocks = ceil_div(threads, (long long)*block_size);
     return blocks > UINT32_MAX ? UINT32_MAX : (unsigned)blocks;
 }
 
-// The quiet NaN in each element type: what a position with a bad id gets.
+// The quiet NaN of an element type: the output of a position with a bad id.
 template <typename floatX>
 __device__ floatX quiet_nan() {
     return (floatX)__int_as_float(0x7fffffff);
@@ -110,7 +97,7 @@ struct alignas(sizeof(T) * N) Packed {
 template <typename T>
 using Packed128 = Packed<T, 16 / (int)sizeof(T)>;
 
-// The built-in type of as many bytes, which the cache-hinted intrinsics take.
+// The built-in type of a number of bytes, as the intrinsics with cache hints require it.
 template <int bytes>
 struct Bits;
 template <>
@@ -137,7 +124,8 @@ __device__ typename Bits<sizeof(P)>::type to_bits(const P &value) {
     return bits;
 }
 
-// By value: from a reference into device memory the compiler would copy byte by byte, as memcpy promises no alignment.
+// The parameter is a value: from a reference into device memory the compiler would copy single bytes, since memcpy
+// assumes no alignment.
 template <typename P>
 __device__ P from_bits(typename Bits<sizeof(P)>::type bits) {
     P value;
@@ -145,15 +133,10 @@ __device__ P from_bits(typename Bits<sizeof(P)>::type bits) {
     return value;
 }
 
-// Loads: plain; read-only for the whole kernel, so that L1 may keep it (nc); from the L2, past L1 (cg); streaming, read
-// once (cs).
+// Loads: plain; from the L2, without L1 (cg); streaming, for data that is read once (cs).
 template <typename P, typename T>
 __device__ P load_packed(const T *address) {
     return from_bits<P>(*reinterpret_cast<const typename Bits<sizeof(P)>::type *>(address));
-}
-template <typename P, typename T>
-__device__ P load_packed_nc(const T *address) {
-    return from_bits<P>(__ldg(reinterpret_cast<const typename Bits<sizeof(P)>::type *>(address)));
 }
 template <typename P, typename T>
 __device__ P load_packed_cg(const T *address) {
@@ -164,7 +147,7 @@ __device__ P load_packed_cs(const T *address) {
     return from_bits<P>(__ldcs(reinterpret_cast<const typename Bits<sizeof(P)>::type *>(address)));
 }
 
-// Stores: plain; streaming, first out of the caches (cs); kept in L2 only (cg).
+// Stores: plain; streaming, for lines that the caches should evict first (cs).
 template <typename P, typename T>
 __device__ void store_packed(T *address, const P &value) {
     *reinterpret_cast<typename Bits<sizeof(P)>::type *>(address) = to_bits(value);
@@ -173,12 +156,8 @@ template <typename P, typename T>
 __device__ void store_packed_cs(T *address, const P &value) {
     __stcs(reinterpret_cast<typename Bits<sizeof(P)>::type *>(address), to_bits(value));
 }
-template <typename P, typename T>
-__device__ void store_packed_cg(T *address, const P &value) {
-    __stcg(reinterpret_cast<typename Bits<sizeof(P)>::type *>(address), to_bits(value));
-}
 
-// 2^x, off by two ulps at most; results below the normal numbers are 0. One instruction, where exp2f takes four.
+// 2^x with an error of at most two ulps; subnormal results become 0. One instruction, where exp2f takes four.
 __device__ inline float fast_exp2(float x) {
 #ifdef __CUDA_ARCH__
     float result;
@@ -189,11 +168,11 @@ __device__ inline float fast_exp2(float x) {
 #endif
 }
 
-// half2 for half, __nv_bfloat162 for __nv_bfloat16: declared only, to name the type.
+// The return type is the type of two elements: half2 or __nv_bfloat162. These functions have no definitions.
 half2 pair_type(half);
 __nv_bfloat162 pair_type(__nv_bfloat16);
 
-// To float and back, two elements an instruction where there is one for two; bfloat16 is the upper half of a float.
+// Conversions to float and back. bfloat16 is the upper half of a float; two elements are converted by one instruction.
 template <typename T, int N>
 __device__ void to_floats(float (&values)[N], const Packed<T, N> &packed) {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && N > 1) {
@@ -226,7 +205,7 @@ __device__ Packed<T, N> from_floats(const float (&values)[N]) {
     return packed;
 }
 
-// a + b, each element's exact sum rounded once; 16-bit elements go two an instruction.
+// a + b, each element rounded once. One instruction adds two 16-bit elements.
 template <typename T, int N>
 __device__ Packed<T, N> add_packed(Packed<T, N> a, const Packed<T, N> &b) {
     if constexpr (sizeof(T) == 2 && N > 1) {
@@ -244,8 +223,8 @@ __device__ Packed<T, N> add_packed(Packed<T, N> a, const Packed<T, N> &b) {
     return a;
 }
 
-// *address += value, element by element, each addition rounded to T; others may add to the same elements meanwhile.
-// From compute capability 9.0 on one instruction adds up to 16 bytes; before, it takes one for 2 halves or for 1 float.
+// *address += value, with atomic additions, each rounded to T. From compute capability 9.0 on, one instruction adds 16
+// bytes; before, one instruction adds two 16-bit elements or one float.
 template <typename T, int N>
 __device__ void atomic_add_packed(T *address, const Packed<T, N> &value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -279,7 +258,7 @@ __device__ void atomic_add_packed(T *address, const Packed<T, N> &value) {
     }
 }
 
-// The same at 128 bits, under the names people know from llm.c.
+// The same with 128 bits, under llm.c's names.
 template <typename T>
 __device__ Packed128<T> load128(const T *address) {
     return load_packed<Packed128<T>>(address);
@@ -296,13 +275,9 @@ template <typename T>
 __device__ void store128cs(T *address, Packed128<T> value) {
     store_packed_cs(address, value);
 }
-template <typename T>
-__device__ void store128cg(T *address, Packed128<T> value) {
-    store_packed_cg(address, value);
-}
 
-// The most elements (a power of two, at most max_elements) that one access may hold when rows of C elements start at
-// each of these pointers: what a launcher asks before it picks a vector width.
+// The number of elements that one access may have (a power of two, at most max_elements), for matrices with rows of C
+// elements that start at these pointers. Launchers choose their vector width by it.
 template <typename T, typename... Pointers>
 int vector_width(int max_elements, long long C, const T *first, Pointers... rest) {
     uintptr_t all = (uintptr_t)C * sizeof(T) | (uintptr_t)first;
@@ -320,16 +295,16 @@ __device__ inline float warp_reduce_sum(float value) {
     return value;
 }
 
-// By one instruction for integers, whose order is that of the floats once the negative ones are turned round. (Where
-// there are NaNs, the result is one of the values.)
+// Uses the instruction for integers: their order is that of the floats if the bits of negative floats are inverted, but
+// for the sign. With NaNs among the values, the result is any of the values.
 __device__ inline float warp_reduce_max(float value) {
-    auto turned = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
-    return __int_as_float(turned(__reduce_max_sync(0xffffffffu, turned(__float_as_int(value)))));
+    auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+    return __int_as_float(ordered(__reduce_max_sync(0xffffffffu, ordered(__float_as_int(value)))));
 }
 
-// Warps reduce by shuffles, then every warp reduces the warps' results. blockDim.x must be a multiple of 32, and all
-// threads must call. `identity` is 0 for a sum, -INFINITY for a maximum. May be called again at once: a barrier stands
-// at the end, so that the shared memory is free.
+// Each warp reduces its values, then every warp reduces the results of all warps. Requires that blockDim.x is a multiple
+// of 32 and that all threads call. `identity` is 0 for a sum, -INFINITY for a maximum. Ends with a barrier, so that the
+// next call may use the shared memory.
 template <float (*warp_reduce)(float)>
 __device__ float block_reduce(float value, float identity) {
     __shared__ float partial[kWarpSize];
@@ -344,7 +319,7 @@ __device__ float block_reduce(float value, float identity) {
 __device__ inline float block_reduce_sum(float value) { return block_reduce<warp_reduce_sum>(value, 0.0f); }
 __device__ inline float block_reduce_max(float value) { return block_reduce<warp_reduce_max>(value, -INFINITY); }
 
-// The sum of the values of all threads before this one in the block, and of all in *total. As many threads as above.
+// The sum of the values of the threads before this one; *total is the sum of all. Same requirements as block_reduce.
 template <typename T>
 __device__ T block_exclusive_sum(T value, T *total) {
     __shared__ T partial[kWarpSize];
@@ -356,29 +331,29 @@ __device__ T block_exclusive_sum(T value, T *total) {
         }
         return sum;
     };
-    const T through_me = inclusive(value);
-    if (lane == kWarpSize - 1) partial[warp] = through_me;
+    const T in_warp = inclusive(value);
+    if (lane == kWarpSize - 1) partial[warp] = in_warp;
     __syncthreads();
     const T warp_sums = inclusive(lane < warps ? partial[lane] : T(0));
     *total = __shfl_sync(0xffffffffu, warp_sums, kWarpSize - 1);
     const T before = __shfl_sync(0xffffffffu, warp_sums, max(warp - 1, 0));
     __syncthreads();
-    return (warp > 0 ? before : T(0)) + through_me - value;
+    return (warp > 0 ? before : T(0)) + in_warp - value;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// the status word: which position held the first bad token id or target
+// the status word: the first position with a bad token id or target
 
-// One 64-bit word in device memory, set to kStatusOk by its owner (cudaMemset with 0xff bytes does it). A kernel that
-// meets an id outside 0..V-1 lowers it to that position (an index into the ids) if it is the smallest so far. A target
-// is an id too, and its position that of its row. Nobody resets the word in between, so one look after many launches is
-// enough. As a signed number: -1, or the first bad position.
+// One 64-bit word in device memory. Its owner sets it to kStatusOk (cudaMemset with 0xff bytes). A kernel that reads an
+// id or a target outside 0..V-1 lowers the word to the position (the index of the id; of a target, the row) if that is
+// less. Kernels do not reset it: its owner may read it once after many launches. As a signed number it is -1 or the
+// first bad position.
 typedef unsigned long long status_word;
 constexpr status_word kStatusOk = ~0ull;
 
 __host__ __device__ inline bool id_in_range(int id, int V) { return (unsigned)id < (unsigned)V; }
 
-// status may be null: then nobody wants to know.
+// status may be null: nothing is reported.
 __device__ inline void report_bad_id(status_word *status, long long position) {
     if (status != nullptr) atomicMin(status, (status_word)position);
 }
@@ -386,27 +361,29 @@ __device__ inline void report_bad_id(status_word *status, long long position) {
 // ---------------------------------------------------------------------------------------------------------------------
 // versions of a kernel
 
-// What the same input gives, whatever the load of the GPU: the same bits at every block size; the same bits as long as
-// the block size is the same (a float sum over more threads is rounded elsewhere); other bits each time.
+// The bits of a version's results for the same input: the same at every block size; the same at one block size (float
+// sums over another number of threads round differently); different in each launch.
 enum Reproducible { kSameBits, kSameAtABlockSize, kNotReproducible };
 
-// One row of a kernel file's table: the number people type, a short name, the one idea it adds, the launcher, the block
-// size that was fastest when it was last tuned (what the library launches with), and what it promises.
-template <typename Launcher>
+struct NoProperties {};
+
+// One row of a kernel file's table of versions.
+template <typename Launcher, typename Properties = NoProperties>
 struct Version {
     int number;
     const char *name;
-    const char *idea;
+    const char *idea;  // what it adds to the version before
     Launcher launch;
-    int block_size;
+    int block_size;  // the fastest one when it was last tuned; the library uses it
     Reproducible reproducible = kSameBits;
+    Properties properties = {};  // properties that the check of this kernel file depends on
 };
 
-// The row with that number; 0 asks for the last, which is the default: deterministic, best over the measured shapes.
-// Null if there is none.
-template <typename Launcher, size_t count>
-const Version<Launcher> *find_version(const Version<Launcher> (&table)[count], int number) {
-    for (const Version<Launcher> &row : table) {
+// The row with a number; null if there is none. Number 0 means the last row, the default version: it is deterministic
+// and the fastest over the measured shapes.
+template <typename Row, size_t count>
+const Row *find_version(const Row (&table)[count], int number) {
+    for (const Row &row : table) {
         if (row.number == number) return &row;
     }
     return number == 0 ? &table[count - 1] : nullptr;

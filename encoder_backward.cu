@@ -1000,18 +1000,18 @@ constexpr Version<EncoderBackward<floatX, gradX>> encoder_backward_versions[] = 
 #ifndef BOOKENDS_NO_MAIN
 #include <memory>
 
-#include "dev/harness.h"
+#include "dev/harness/harness.h"
 
 namespace bookends {
 
 template <typename floatX, typename gradX>
 void encoder_backward_race(Harness &h, GradientStore store) {
-    const int B = h.dim('b'), T = h.dim('t'), C = h.dim('c'), V = h.dim('v');
+    const int B = h.options.dim('b'), T = h.options.dim('t'), C = h.options.dim('c'), V = h.options.dim('v');
     const long long N = (long long)B * T;
-    if (N > INT32_MAX) h.refuse(EXIT_BAD_INPUT, "B*T: %lld positions are more than %d (-b, -t)", N, INT32_MAX);
+    if (N > INT32_MAX) refuse(EXIT_BAD_INPUT, "B*T: %lld positions are more than %d (-b, -t)", N, INT32_MAX);
     const int *inp = h.tokens(N, V);
-    const Values<floatX> dout_values = {1, h.seed};
-    const Values<gradX> dwte_values = {2, h.seed}, dwpe_values = {3, h.seed};
+    const Values<floatX> dout_values = {1, h.options.seed};
+    const Values<gradX> dwte_values = {2, h.options.seed}, dwpe_values = {3, h.options.seed};
     const floatX *dout = h.input(dout_values, N * C);
     status_word *status = h.status();
 
@@ -1030,7 +1030,7 @@ void encoder_backward_race(Harness &h, GradientStore store) {
     };
     // positions[begin[id]..begin[id+1]-1] hold id
     auto begin = std::make_shared<std::vector<int>>(), positions = std::make_shared<std::vector<int>>();
-    h.prepare_references = [=, &h] {
+    h.job.prepare_references = [=, &h] {
         begin->resize(V + 1LL);
         positions->resize(N);
         for (int id : h.host_tokens) (*begin)[id + 1LL]++;
@@ -1058,9 +1058,9 @@ void encoder_backward_race(Harness &h, GradientStore store) {
 
     const double distinct = h.distinct_tokens();
     const double gradients = store.overwrite ? (double)V + T : 2 * (distinct + T);  // rows, read or written
-    h.bytes = (double)N * C * sizeof(floatX) + gradients * C * sizeof(gradX) + (double)N * sizeof(int);
-    h.flops = 2.0 * N * C;
-    h.skip = [=](int version) {
+    h.job.bytes = (double)N * C * sizeof(floatX) + gradients * C * sizeof(gradX) + (double)N * sizeof(int);
+    h.job.flops = 2.0 * N * C;
+    h.job.skip = [=](int version) {
         return version <= 3 && store.stochastic ? "it rounds at each addition, and only to nearest" : "";
     };
     h.race(encoder_backward_versions<floatX, gradX>,
@@ -1071,11 +1071,12 @@ void encoder_backward_race(Harness &h, GradientStore store) {
 
 template <typename floatX>
 void encoder_backward_race(Harness &h) {
-    const GradientStore store = {h.flag("--overwrite"), h.choice("--rounding") == "stochastic", h.seed};
-    if (h.choice("--grad-dtype") == "same" && sizeof(floatX) == 2) {
+    const bool stochastic = h.options.choice("--rounding") == "stochastic";
+    const GradientStore store = {h.options.flag("--overwrite"), stochastic, h.options.seed};
+    if (h.options.choice("--grad-dtype") == "same" && sizeof(floatX) == 2) {
         return encoder_backward_race<floatX, floatX>(h, store);
     }
-    if (store.stochastic) h.refuse(EXIT_BAD_INPUT, "--rounding: 'stochastic' is for 16-bit gradients; these are fp32");
+    if (store.stochastic) refuse(EXIT_BAD_INPUT, "--rounding: 'stochastic' is for 16-bit gradients; these are fp32");
     encoder_backward_race<floatX, float>(h, store);
 }
 

@@ -294,17 +294,17 @@ constexpr Version<EncoderForward<floatX>> encoder_forward_versions[] = {
 
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef BOOKENDS_NO_MAIN
-#include "dev/harness.h"
+#include "dev/harness/harness.h"
 
 namespace bookends {
 
 template <typename floatX>
 void encoder_forward_race(Harness &h) {
-    const int B = h.dim('b'), T = h.dim('t'), C = h.dim('c'), V = h.dim('v');
+    const int B = h.options.dim('b'), T = h.options.dim('t'), C = h.options.dim('c'), V = h.options.dim('v');
     const long long N = (long long)B * T;
     const int *inp = h.tokens(N, V);
-    const bool positions = !h.flag("--no-positions");
-    const Values<floatX> wte_values = {1, h.seed}, wpe_values = {2, h.seed};
+    const bool positions = !h.options.flag("--no-positions");
+    const Values<floatX> wte_values = {1, h.options.seed}, wpe_values = {2, h.options.seed};
     const floatX *wte = h.input(wte_values, (long long)V * C);
     const floatX *wpe = positions ? h.input(wpe_values, (long long)T * C) : nullptr;
     status_word *status = h.status();
@@ -313,8 +313,8 @@ void encoder_forward_race(Harness &h) {
         encoder_forward_cpu(row.value.data(), ids, wte_values, wpe_values, positions, bt, bt + 1, T, C, V);
     });
     const double rows = (double)h.distinct_tokens() + (positions ? T : 0) + N;
-    h.bytes = rows * C * sizeof(floatX) + (double)N * sizeof(int);
-    h.flops = positions ? (double)N * C : 0;
+    h.job.bytes = rows * C * sizeof(floatX) + (double)N * sizeof(int);
+    h.job.flops = positions ? (double)N * C : 0;
     h.race(encoder_forward_versions<floatX>, [=](EncoderForward<floatX> launch, int block_size, cudaStream_t stream) {
         return launch(out, inp, wte, wpe, status, B, T, C, V, block_size, stream);
     });

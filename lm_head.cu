@@ -54,6 +54,7 @@ Run:      ./lm_head                    the default: deterministic, best over the
 #include <cublasLt.h>
 
 #include <cstdarg>
+#include <cstdio>
 #include <vector>
 
 namespace bookends {
@@ -1805,7 +1806,8 @@ constexpr Version<LmHeadLauncher<floatX, gradX>> lm_head_versions[] = {
 #ifndef BOOKENDS_NO_MAIN
 #include <memory>
 
-#include "dev/harness.h"
+#include "dev/harness/classifier_options.h"
+#include "dev/harness/harness.h"
 
 namespace bookends {
 
@@ -1863,11 +1865,11 @@ struct LmHeadReference {
         W.resize((size_t)V * C);
         X.resize(count * C);
         known.resize(count);
-        Harness::in_pieces("weights", V, [&](size_t from, size_t to) {
+        in_pieces("weights", V, [&](size_t from, size_t to) {
             for (size_t i = from * C; i < to * C; i++) W[i] = (float)W_values[i];
         });
         for (int j = 0; has_bias && j < V; j++) bias.push_back((float)bias_values[j]);
-        Harness::in_pieces("reference", count, [&](size_t from, size_t to) {
+        in_pieces("reference", count, [&](size_t from, size_t to) {
             for (size_t k = from; k < to; k++) prepare_row(k, targets[k * rows.step]);
         });
     }
@@ -1971,19 +1973,19 @@ inline double parse_memory(const std::string &text, double logits_bytes) {
 
 template <typename floatX, typename gradX>
 void lm_head_race(Harness &h) {
-    const int B = h.dim('b'), T = h.dim('t'), C = h.dim('c'), V = h.dim('v');
+    const int B = h.options.dim('b'), T = h.options.dim('t'), C = h.options.dim('c'), V = h.options.dim('v');
     const long long rows = (long long)B * T;
-    if (rows > INT32_MAX) h.refuse(EXIT_BAD_INPUT, "B*T: %lld rows are more than %d (-b, -t)", rows, INT32_MAX);
-    if (h.flag("--tf32") && h.dtype != "fp32") {
-        h.refuse(EXIT_BAD_INPUT, "--tf32: the products of %s have no use for it; it goes with --dtype fp32",
-                 h.dtype.c_str());
+    if (rows > INT32_MAX) refuse(EXIT_BAD_INPUT, "B*T: %lld rows are more than %d (-b, -t)", rows, INT32_MAX);
+    if (h.options.flag("--tf32") && h.options.dtype != "fp32") {
+        refuse(EXIT_BAD_INPUT, "--tf32: the products of %s have no use for it; it goes with --dtype fp32",
+                 h.options.dtype.c_str());
     }
     const int N = (int)rows;
     LmHeadProblem problem;
-    problem.options = classifier_options<ClassifierOptions>(h);
+    problem.options = classifier_options<ClassifierOptions>(h.options);
     const ClassifierOptions &options = problem.options;
-    const std::string gradients = h.choice("--gradients"), way = h.choice("--way");
-    const bool forward = h.flag("--forward"), wants_lse = h.flag("--lse");
+    const std::string gradients = h.options.choice("--gradients"), way = h.options.choice("--way");
+    const bool forward = h.options.flag("--forward"), wants_lse = h.options.flag("--lse");
     problem.N = N;
     problem.C = C;
     problem.V = V;
@@ -1991,38 +1993,38 @@ void lm_head_race(Harness &h) {
     problem.gradient_type = type_of<gradX>();
     problem.dX = !forward && gradients != "dw";
     problem.dW = !forward && gradients != "dx";
-    problem.bias = h.flag("--bias");
+    problem.bias = h.options.flag("--bias");
     problem.dbias = problem.bias && problem.dW;
-    problem.tf32 = h.flag("--tf32");
-    problem.finite = h.flag("--finite");
-    problem.tuning.overlap = h.choice("--overlap") == "on";
+    problem.tf32 = h.options.flag("--tf32");
+    problem.finite = h.options.flag("--finite");
+    problem.tuning.overlap = h.options.choice("--overlap") == "on";
     problem.tuning.way = way == "auto"         ? -1
                          : way == "rows"       ? kLmHeadRows
                          : way == "vocabulary" ? kLmHeadVocabulary
                                                : kLmHeadEpilogue;
-    problem.tuning.columns = (int)h.number("--columns");
-    if (h.version > 0 && h.version < 6 && (way != "auto" || !problem.tuning.overlap)) {
-        h.refuse(EXIT_BAD_INPUT, "%s: version %d has only one; it goes with version 6",
-                 way != "auto" ? "--way" : "--overlap", h.version);
+    problem.tuning.columns = (int)h.options.number("--columns");
+    if (h.options.version > 0 && h.options.version < 6 && (way != "auto" || !problem.tuning.overlap)) {
+        refuse(EXIT_BAD_INPUT, "%s: version %d has only one; it goes with version 6",
+                 way != "auto" ? "--way" : "--overlap", h.options.version);
     }
-    if (h.version > 0 && h.version < 4 && problem.tuning.columns > 0) {
-        h.refuse(EXIT_BAD_INPUT, "--columns: version %d has no tiles; it goes with versions 4 to 6", h.version);
+    if (h.options.version > 0 && h.options.version < 4 && problem.tuning.columns > 0) {
+        refuse(EXIT_BAD_INPUT, "--columns: version %d has no tiles; it goes with versions 4 to 6", h.options.version);
     }
-    if (way == "rows" && problem.tuning.columns > 0) h.refuse(EXIT_BAD_INPUT, "--columns: --way rows has no tiles");
-    if (forward && gradients != "both") h.refuse(EXIT_BAD_INPUT, "--gradients: --forward has none");
+    if (way == "rows" && problem.tuning.columns > 0) refuse(EXIT_BAD_INPUT, "--columns: --way rows has no tiles");
+    if (forward && gradients != "both") refuse(EXIT_BAD_INPUT, "--gradients: --forward has none");
 
     // The points: budgets. A share that is too small means the least that makes sense.
     const double logits_bytes = lm_head_logits_bytes(problem);
-    const bool sweep = h.choice("--sweep") == "memory";
-    std::vector<std::string> budgets = {h.text("--memory")};
+    const bool sweep = h.options.choice("--sweep") == "memory";
+    std::vector<std::string> budgets = {h.options.text("--memory")};
     if (parse_memory(budgets[0], logits_bytes) == 0) {
-        h.refuse(EXIT_BAD_INPUT, "--memory: '%s' is neither a number of MiB nor a share of the logits, like 64 or 10%%",
+        refuse(EXIT_BAD_INPUT, "--memory: '%s' is neither a number of MiB nor a share of the logits, like 64 or 10%%",
                  budgets[0].c_str());
     }
-    if (sweep && budgets[0] != "25%") h.refuse(EXIT_BAD_INPUT, "--memory: --sweep memory has budgets of its own");
+    if (sweep && budgets[0] != "25%") refuse(EXIT_BAD_INPUT, "--memory: --sweep memory has budgets of its own");
     if (sweep) budgets = {"100%", "50%", "25%", "10%", "5%", "2%", "1%"};
-    h.swept = "--memory";
-    h.points = budgets;
+    h.job.sweep.option = "--memory";
+    h.job.sweep.values = budgets;
 
     typedef std::shared_ptr<LmHead> Plan;
     auto make_plan = [&](const LmHeadProblem &wanted) {
@@ -2031,13 +2033,13 @@ void lm_head_race(Harness &h) {
             delete old;
         });
         const cudaError_t error = lm_head_create(*plan, wanted);
-        if (error != cudaSuccess && plan->rows > 0) h.refuse(EXIT_NO_DEVICE, "%s", plan->what);
+        if (error != cudaSuccess && plan->rows > 0) refuse(EXIT_NO_DEVICE, "%s", plan->what);
         return plan;
     };
     auto plans = std::make_shared<std::vector<std::vector<Plan>>>(7);
     size_t most_bytes = 0;
     for (int version = 1; version <= 6; version++) {
-        if (h.version != -1 && h.version != version) continue;
+        if (h.options.version != -1 && h.options.version != version) continue;
         problem.version = version;
         for (const std::string &budget : budgets) {
             problem.memory = (size_t)std::min(parse_memory(budget, logits_bytes), 0x1p62);
@@ -2046,20 +2048,20 @@ void lm_head_race(Harness &h) {
             most_bytes = std::max(most_bytes, (*plans)[version].back()->bytes);
         }
     }
-    h.skip = [=](int version) -> std::string {
+    h.job.skip = [=](int version) -> std::string {
         if (sweep && version <= 2) return "it holds all the logits, whatever the budget";
         const Plan &plan = (*plans)[version][0];
         if (plan->handle) return "";
         return (plan->error == cudaErrorMemoryAllocation ? "--memory " + budgets[0] + ": " : "") + plan->what;
     };
-    if (h.version > 0 && !h.skip(h.version).empty()) {  // before the inputs are made
-        h.refuse(EXIT_BAD_INPUT, "version %d: %s", h.version, h.skip(h.version).c_str());
+    if (h.options.version > 0 && !h.job.skip(h.options.version).empty()) {  // before the inputs are made
+        refuse(EXIT_BAD_INPUT, "version %d: %s", h.options.version, h.job.skip(h.options.version).c_str());
     }
     // For all the logits beside the rest, which the bare products want.
     size_t free_bytes = 0, total_bytes = 0;
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     const bool has_room = logits_bytes < free_bytes / 2.0;
-    h.figures = [=](int version, int point) -> std::vector<Figure> {
+    h.job.figures = [=](int version, int point) -> std::vector<Figure> {
         const bool known = version > 0 && !(*plans)[version].empty();
         const Plan plan = known ? (*plans)[version][point] : nullptr;
         const double bytes = plan ? plan->bytes : 0, share = 100 * bytes / logits_bytes;
@@ -2089,20 +2091,20 @@ void lm_head_race(Harness &h) {
                 {"gemm_bytes", plan ? (double)plan->gemm_bytes : 0, ""}};
     };
 
-    const int ignore_every = (int)h.number("--ignore-every");
+    const int ignore_every = (int)h.options.number("--ignore-every");
     const int *targets = h.targets(N, V, ignore_every, options.ignore_index);
     const int *host_targets = h.host_tokens.data();
     // Products of two uniform numbers, C of them: a variance of C/9 times that of the scale.
-    const float spread = (float)(h.number("--spread") * 3 / sqrt((double)C));
-    const ScaledValues<floatX> X_values = {{1, h.seed}, 1}, W_values = {{2, h.seed}, spread};
-    const ScaledValues<floatX> bias_values = {{3, h.seed}, 1};
-    const Values<gradX> dW_values = {4, h.seed}, dbias_values = {5, h.seed};
+    const float spread = (float)(h.options.number("--spread") * 3 / sqrt((double)C));
+    const ScaledValues<floatX> X_values = {{1, h.options.seed}, 1}, W_values = {{2, h.options.seed}, spread};
+    const ScaledValues<floatX> bias_values = {{3, h.options.seed}, 1};
+    const Values<gradX> dW_values = {4, h.options.seed}, dbias_values = {5, h.options.seed};
     const double affordable = std::min(4e9 / ((double)V * C), 2e7 / V);
     const long long count = std::max(32LL, (long long)affordable);
     const CheckedRows checked = {std::max(1LL, ceil_div((long long)N, count))};
     auto reference = std::make_shared<LmHeadReference<floatX>>(LmHeadReference<floatX>{
         C, V, problem.tf32, options, X_values, W_values, bias_values, problem.bias, checked, {}, {}, {}, {}});
-    h.prepare_references = [=] { reference->prepare(N, host_targets); };
+    h.job.prepare_references = [=] { reference->prepare(N, host_targets); };
 
     auto expect_dX = [=](Expected &expected, long long r) {
         std::fill(expected.value.begin(), expected.value.end(), 0.0);
@@ -2159,17 +2161,17 @@ void lm_head_race(Harness &h) {
     bare.bare = true;
     bare.bias = bare.dbias = false;
     bare.gradient_type = problem.type;
-    const Plan bare_plan = h.do_bench && h.version != 0 && has_room ? make_plan(bare) : nullptr;
+    const Plan bare_plan = h.options.do_bench && h.options.version != 0 && has_room ? make_plan(bare) : nullptr;
     LmHeadArguments<floatX, floatX> bare_args = {};
     if (bare_plan) {
         bare_args.X = args.X;
         bare_args.W = args.W;
         bare_args.targets = targets;
-        if (problem.dX) bare_args.dX = h.input(Values<floatX>(6, h.seed), (long long)N * C);
-        if (problem.dW) bare_args.dW = h.input(Values<floatX>(7, h.seed), (long long)V * C);
-        bare_args.workspace = (char *)h.input(Values<float>(8, h.seed), (long long)bare_plan->bytes / 4 + 1);
-        h.baseline.name = products == 1 ? "gemm" : "gemms";
-        h.baseline.launch = [=](cudaStream_t stream) {
+        if (problem.dX) bare_args.dX = h.input(Values<floatX>(6, h.options.seed), (long long)N * C);
+        if (problem.dW) bare_args.dW = h.input(Values<floatX>(7, h.options.seed), (long long)V * C);
+        bare_args.workspace = (char *)h.input(Values<float>(8, h.options.seed), (long long)bare_plan->bytes / 4 + 1);
+        h.job.baseline.name = products == 1 ? "gemm" : "gemms";
+        h.job.baseline.launch = [=](cudaStream_t stream) {
             const LmHeadRun<floatX, floatX> run(*bare_plan, bare_args);
             floatX *const logits = run.logits(0);
             cudaError_t error = run.make_logits(logits, 0, N, 0, stream);
@@ -2185,9 +2187,9 @@ void lm_head_race(Harness &h) {
         return here;
     };
     const auto bare_tuned = std::make_shared<bool>(false);
-    h.before = [=, &h](int version, cudaStream_t stream) {
+    h.job.tune = [=, &h](int version, cudaStream_t stream) {
         // All algorithms of the CPU device take the same time: there, tuning is run as a test where it is quick.
-        if (ON_CPU && h.flops > 1e9) return;
+        if (ON_CPU && h.job.flops > 1e9) return;
         for (const Plan &plan : (*plans)[version]) {
             cuda_check(lm_head_tune(*plan, place(*plan), stream));
             progress.done();
@@ -2195,14 +2197,14 @@ void lm_head_race(Harness &h) {
         if (bare_plan && !*bare_tuned) cuda_check(lm_head_tune(*bare_plan, bare_args, stream));
         *bare_tuned = true;
     };
-    h.bytes = ((double)N * C * (1 + problem.dX) + (double)V * C) * sizeof(floatX) +
+    h.job.bytes = ((double)N * C * (1 + problem.dX) + (double)V * C) * sizeof(floatX) +
               (problem.dW ? 2.0 * V * C * sizeof(gradX) : 0) + (2.0 + wants_lse) * N * sizeof(float);
-    h.flops = 2.0 * N * C * V * products;
+    h.job.flops = 2.0 * N * C * V * products;
 
     // A graph, once for each plan and whether it is checked, or launches.
     typedef std::pair<const LmHead *, bool> Key;
     auto graphs = std::make_shared<std::vector<std::pair<Key, cudaGraphExec_t>>>();
-    const bool use_graph = h.flag("--graph");
+    const bool use_graph = h.options.flag("--graph");
     h.race(lm_head_versions<floatX, gradX>,
            [=, &h](LmHeadLauncher<floatX, gradX> launch, int point, cudaStream_t stream) -> cudaError_t {
                const LmHead &plan = *(*plans)[h.running][point];
@@ -2228,12 +2230,12 @@ void lm_head_race(Harness &h) {
                return cudaGraphLaunch(executable, stream);
            });
     for (const auto &known : *graphs) cudaGraphExecDestroy(known.second);
-    h.figures = nullptr;
+    h.job.figures = nullptr;
 }
 
 template <typename floatX>
 void lm_head_race(Harness &h) {
-    if (h.choice("--grad-dtype") == "same") return lm_head_race<floatX, floatX>(h);
+    if (h.options.choice("--grad-dtype") == "same") return lm_head_race<floatX, floatX>(h);
     lm_head_race<floatX, float>(h);
 }
 
@@ -2261,7 +2263,7 @@ int main(int argc, char **argv) {
         numbers,
         {{"--memory", "25%",
           "scratch at most, from version 3 on: in MiB, or a share of the logits (like 10%), or what makes sense"}});
-    h.block_sizes = false;
+    h.options.has_block_size = false;
     return h.main(argc, argv, lm_head_versions<float, float>, lm_head_race<float>, lm_head_race<half>,
                   lm_head_race<__nv_bfloat16>);
 }

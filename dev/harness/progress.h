@@ -3,9 +3,10 @@
 //     Progress::Stage stage("checking", 14);    // 14 steps; stages nest
 //     for (...) progress.done();                // from any thread: a step of the innermost stage
 //
-// From the third second on, a terminal at stderr shows the stages, how far each is, the time so far and the time left.
-// The line is erased when the outermost stage ends. A stage whose steps so far give an estimate of more than a minute
-// is announced by one line on stderr, terminal or not; so is a minute that passes without a step. Other output goes through aside(), which erases the line first.
+// From the third second on, a terminal at stderr shows the stages, the finished share of each, the time so far and the
+// time left. The line is erased when the outermost stage ends. A stage that is estimated to take more than a minute is
+// announced by one line on stderr, which need not be a terminal; so is a stage without a finished step after a minute.
+// Other output goes through aside(), which erases the line first.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -22,7 +23,7 @@
 
 namespace bookends {
 
-// A duration, for people: 34 s, 12 min, 3.4 h.
+// A duration in words: 34 s, 12 min, 3.4 h.
 inline std::string duration_text(double seconds) {
     char text[40];
     snprintf(text, sizeof(text),
@@ -37,7 +38,7 @@ inline std::string duration_text(double seconds) {
 
 class Progress {
   public:
-    // A part of the work, from construction to destruction. steps 0: how many there are is unknown.
+    // A part of the work, from construction to destruction. steps 0: their number is unknown.
     class Stage {
       public:
         explicit Stage(const std::string &what, long long steps = 0);
@@ -70,7 +71,7 @@ class Progress {
         print();
     }
 
-    // Erases the line and shows no other.
+    // Erases the line. No line is drawn after it.
     void stop() {
         {
             std::lock_guard<std::mutex> lock(mutex);
@@ -87,7 +88,7 @@ class Progress {
     std::mutex mutex;
     std::condition_variable wake;
     std::thread watcher;
-    std::vector<Stage *> stages;  // the innermost last; changed under the mutex, by one thread
+    std::vector<Stage *> stages;  // the innermost is last; changed under the mutex, by one thread
     bool stopping = false, drawn = false;
     enum Announced { kNothing, kMinute, kEstimate } announced = kNothing;  // of the outermost stage
     const bool terminal = isatty(STDERR_FILENO) != 0;
@@ -122,7 +123,7 @@ class Progress {
         }
     }
 
-    // An estimate once; before there is one, that a minute has passed.
+    // Prints the estimate of a stage once; without an estimate, that a minute has passed.
     void announce(double time) {
         for (const Stage *stage : stages) {
             const double elapsed = time - stage->start, fraction = stage->fraction();
@@ -167,7 +168,7 @@ class Progress {
     }
 };
 
-// One for the process, since it has one stderr.
+// One for the process, which has one stderr.
 inline Progress progress;
 
 inline Progress::Stage::Stage(const std::string &words, long long count)

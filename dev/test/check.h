@@ -1,6 +1,7 @@
 // What the test programs share: expectations, and arrays on the device between guards.
 #pragma once
 #include "../../common.h"
+#include "../harness/base.h"
 
 #include <cstdarg>
 #include <vector>

@@ -28,13 +28,13 @@ static void test_reductions() {
     }
 }
 
-// Six ways from `in` to `out`, each through one kind of load and one kind of store.
+// Copies parts of `in` to `out`, by each kind of load and each kind of store.
 template <typename T, int N>
 __global__ void packed_kernel(T *out, const T *in) {
     typedef Packed<T, N> P;
     store_packed(out, load_packed<P>(in));
-    store_packed_cs(out + N, load_packed_nc<P>(in + N));
-    store_packed_cg(out + 2 * N, load_packed_cs<P>(in + 2 * N));
+    store_packed_cs(out + N, load_packed_cg<P>(in + N));
+    store_packed(out + 2 * N, load_packed_cs<P>(in + 2 * N));
     store_packed(out + 3 * N, add_packed(load_packed<P>(in), load_packed<P>(in + N)));
 }
 
@@ -42,8 +42,8 @@ template <typename T>
 __global__ void packed128_kernel(T *out, const T *in) {
     typedef Packed128<T> x128;
     store128(out, load128(in));
-    store128cs(out + x128::size, load128cs(in + x128::size));
-    store128cg(out + 2 * x128::size, load128(in + 2 * x128::size));
+    store128cs(out + x128::size, load128(in + x128::size));
+    store128(out + 2 * x128::size, load128cs(in + 2 * x128::size));
     x128 sum = load128(in), other = load128(in + x128::size);
     for (int k = 0; k < x128::size; k++) sum[k] = (T)((float)sum[k] + (float)other[k]);
     store128(out + 3 * x128::size, sum);

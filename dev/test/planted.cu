@@ -14,13 +14,13 @@ The table says which versions are right, and what the others get wrong. The envi
 - PLANTED_DUMP=FILE: the ids and the inputs as they are on the device go to FILE.ids (int32) and FILE.inp (their type),
   and total as it is at the end to FILE.total
 - PLANTED_SKIP=" 3 4 ": those versions are skipped
-- PLANTED_POINTS=1: no block sizes but two points, "one" and "the other", and a baseline that copies inp; `before` sets
-  total to what it should be, which the check undoes
+- PLANTED_SWEEP=1: no block sizes but two values of --note, "one" and "the other", and a baseline that copies inp; `tune`
+  writes the right results to total, and the check restores its initial values
 - PLANTED_UNKNOWN=1: the reference does not know the last row of first
 - PLANTED_ULPS=1: instead of all else, each line "TYPE RESULT VALUE SLACK EITHER_NEIGHBOUR" of standard input is
   answered by how many ulps that result is off
 */
-#include "../harness.h"
+#include "../harness/harness.h"
 
 using namespace bookends;
 
@@ -229,9 +229,9 @@ static int answer_ulps() {
     int either;
     while (scanf("%7s %lf %lf %lf %d", type, &result, &value, &slack, &either) == 5) {
         const std::string name = type;
-        printf("%.17g\n", name == "fp32"   ? ulps_off((float)result, value, slack, either)
-                          : name == "fp16" ? ulps_off((half)(float)result, value, slack, either)
-                                           : ulps_off((__nv_bfloat16)(float)result, value, slack, either));
+        printf("%.17g\n", name == "fp32"   ? ulp_error((float)result, value, slack, either)
+                          : name == "fp16" ? ulp_error((half)(float)result, value, slack, either)
+                                           : ulp_error((__nv_bfloat16)(float)result, value, slack, either));
     }
     return 0;
 }
@@ -239,12 +239,13 @@ static int answer_ulps() {
 template <typename floatX>
 void planted_race(Harness &h) {
     Arrays<floatX> a = {};
-    a.N = (long long)h.dim('b') * h.dim('t');
-    a.C = h.dim('c');
-    a.overwrite = h.flag("--overwrite");
+    a.N = (long long)h.options.dim('b') * h.options.dim('t');
+    a.C = h.options.dim('c');
+    a.overwrite = h.options.flag("--overwrite");
     const int C = a.C;
-    const int *ids = h.flag("--targets") ? h.targets(a.N, h.dim('v'), 3, -100) : h.tokens(a.N, h.dim('v'));
-    const Values<floatX> values = {h.dim('p'), h.seed}, initial = {100, h.seed};
+    const int V = h.options.dim('v');
+    const int *ids = h.options.flag("--targets") ? h.targets(a.N, V, 3, -100) : h.tokens(a.N, V);
+    const Values<floatX> values = {h.options.dim('p'), h.options.seed}, initial = {100, h.options.seed};
     const auto first = [=](long long r) { return (double)(float)values[r * C]; };
     a.inp = h.input(values, a.N * C);
     a.status = h.status();
@@ -254,7 +255,7 @@ void planted_race(Harness &h) {
         if (r == 0) row.value[1] = row.slack[1] = INFINITY;  // as a sum's would be
         if (r == 1) row.value[0] = 0;
     });
-    const bool has_points = getenv("PLANTED_POINTS"), last_unknown = getenv("PLANTED_UNKNOWN");
+    const bool sweeps = getenv("PLANTED_SWEEP"), last_unknown = getenv("PLANTED_UNKNOWN");
     a.first = h.output<float>("first", a.N, 1, 0, [=, &h](Expected &row, long long r) {
         row.unknown = last_unknown && r == a.N - 1;
         row.value[0] = r == 0 && h.running == OWN_REFERENCE_VERSION ? 2 : first(r);
@@ -269,31 +270,31 @@ void planted_race(Harness &h) {
         [=](Expected &row, long long r) {
             row.value[0] = (a.overwrite ? 0 : (float)initial[r]) + (a.overwrite || r % 2 == 0 ? first(r) : 0);
         },
-        a.overwrite ? nullptr : &initial, h.flag("--used-up"));
+        a.overwrite ? nullptr : &initial, h.options.flag("--used-up"));
     a.workspace = (char *)h.workspace(SCRATCH);
     a.no_workspace = (char *)h.workspace(0);
-    h.skip = [](int version) {
+    h.job.skip = [](int version) {
         const char *skipped = getenv("PLANTED_SKIP");
         return skipped && strstr(skipped, (" " + std::to_string(version) + " ").c_str()) ? "it is not to \"run\"" : "";
     };
-    if (a.overwrite && h.flag("--used-up")) h.refuse(EXIT_BAD_INPUT, "--used-up: not with --overwrite");
-    if (a.overwrite && h.choice("--grad-dtype") == "fp32") {
-        h.refuse(EXIT_BAD_INPUT, "--overwrite: not with --grad-dtype fp32");
+    if (a.overwrite && h.options.flag("--used-up")) refuse(EXIT_BAD_INPUT, "--used-up: not with --overwrite");
+    if (a.overwrite && h.options.choice("--grad-dtype") == "fp32") {
+        refuse(EXIT_BAD_INPUT, "--overwrite: not with --grad-dtype fp32");
     }
-    h.bytes = (h.flag("--targets") ? 0.0 : (double)h.distinct_tokens()) + h.number("--more-bytes");
-    h.flops = (h.choice("--grad-dtype") == "fp32") + h.number("--more-flops");
-    if (has_points) {
+    h.job.bytes = (h.options.flag("--targets") ? 0.0 : (double)h.distinct_tokens()) + h.options.number("--more-bytes");
+    h.job.flops = (h.options.choice("--grad-dtype") == "fp32") + h.options.number("--more-flops");
+    if (sweeps) {
         floatX *const copy = (floatX *)h.input(values, a.N * C);
-        h.points = {"one", "the other"};
-        h.figures = [](int version, int point) -> std::vector<Figure> {
-            return {{"twice", 2.0 * point, point > 0 ? "twice as much" : "", "twice it"},
+        h.job.sweep = {"--note", {"one", "the other"}};
+        h.job.figures = [](int version, int setting) -> std::vector<Figure> {
+            return {{"twice", 2.0 * setting, setting > 0 ? "twice as much" : "", "twice it"},
                     {"version_again", (double)version, ""}};
         };
-        h.baseline = {"copies", [=](cudaStream_t stream) {
+        h.job.baseline = {"copies", [=](cudaStream_t stream) {
                           return cudaMemcpyAsync(copy, a.inp, a.N * C * sizeof(floatX), cudaMemcpyDeviceToDevice,
                                                  stream);
                       }};
-        h.before = [=](int, cudaStream_t stream) {
+        h.job.tune = [=](int, cudaStream_t stream) {
             rows_kernel<floatX><<<ceil_div(a.N, 256LL), 256, 0, stream>>>(a, true);
         };
     }
@@ -302,7 +303,7 @@ void planted_race(Harness &h) {
     const char *const sleep_ms = getenv("PLANTED_SLEEP_MS");
     h.race(planted_versions<floatX>, [=](Planted<floatX> launch, int block_size, cudaStream_t stream) {
         if (sleep_ms) std::this_thread::sleep_for(std::chrono::milliseconds(atoi(sleep_ms)));
-        return launch(a, has_points ? 256 : block_size, stream);
+        return launch(a, sweeps ? 256 : block_size, stream);
     });
     dump(".total", a.total, a.N * sizeof(floatX));
 }
@@ -318,7 +319,7 @@ int main(int argc, char **argv) {
               {{"--more-bytes", 0, -10.5, 1e6, "changes nothing but the bytes reported"},
                {"--more-flops", 2, 0, 100, "changes nothing but the operations reported", true}},
               {{"--note", "none", "changes nothing"}});
-    h.block_sizes = getenv("PLANTED_POINTS") == nullptr;
+    h.options.has_block_size = getenv("PLANTED_SWEEP") == nullptr;
     return h.main(argc, argv, planted_versions<float>, planted_race<float>, planted_race<half>,
                   planted_race<__nv_bfloat16>);
 }

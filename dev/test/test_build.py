@@ -140,6 +140,7 @@ def objects(*kernels):
 
 
 BINARIES = set(kernel_names())
+CLASSIFIERS = {"classifier_fused", "lm_head"}
 OBJECTS = {name + ".o" for name in BINARIES}
 LIBRARY = {"libbookends.so", *["dev/lib/%s.o" % name for name in ("bookends", *BINARIES)]}
 DEVICE = {"device.o", "libbookends.so", *BINARIES}
@@ -159,8 +160,9 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
     ("parts/hopper.h", HOPPER),
     ("parts/lm_head_product.h", {"libbookends.so", "lm_head", *objects("lm_head")}),
     ("parts/launch.h", HOPPER | {"encoder_backward", *objects("encoder_backward")}),
-    ("dev/harness.h", OBJECTS | BINARIES),
+    ("dev/harness/harness.h", OBJECTS | BINARIES),
     ("dev/harness/progress.h", OBJECTS | BINARIES),
+    ("dev/harness/classifier_options.h", {name for kernel in CLASSIFIERS for name in (kernel, kernel + ".o")}),
     ("dev/lib/bookends.h", LIBRARY),
     ("dev/lib/internal.h", LIBRARY),
     ("dev/lib/bookends.cu", {"dev/lib/bookends.o", "libbookends.so"}),
@@ -260,7 +262,7 @@ def test_the_header_comments_command(name, tmp_path):
     assert name in command and "-arch=native" in command
     output = command[command.index("-o") + 1]
     headers = [str(path.relative_to(ROOT)) for folder in ("parts", "dev/harness") for path in (ROOT / folder).iterdir()]
-    for needed in ("common.h", *headers, "dev/harness.h", *KERNELS):
+    for needed in ("common.h", *headers, *KERNELS):
         (tmp_path / needed).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(str(ROOT / needed), str(tmp_path / needed))
     command = [NVCC if part == "nvcc" else part.replace("native", "sm_90") for part in command]
@@ -548,9 +550,12 @@ def test_kernel_files_include_no_other(name):
     kernels = [include.strip('"') for include in own if include.endswith('.cu"')]
     assert name in MADE_OF_OTHERS or not kernels
     parts = {'"%s"' % part for part in PARTS[name]}
-    assert set(own) - {'"%s"' % kernel for kernel in kernels} == {'"common.h"', '"dev/harness.h"'} | parts
+    of_harness = {'"dev/harness/harness.h"'}
+    if name[:-3] in CLASSIFIERS:
+        of_harness.add('"dev/harness/classifier_options.h"')
+    assert set(own) - {'"%s"' % kernel for kernel in kernels} == {'"common.h"'} | of_harness | parts
     text = (ROOT / name).read_text()
-    assert text.index("BOOKENDS_NO_MAIN") < text.index('"dev/harness.h"') < text.index("int main(")
+    assert text.index("BOOKENDS_NO_MAIN") < text.index('"dev/harness/') < text.index("int main(")
 
 
 def test_common_stands_alone():
@@ -559,8 +564,16 @@ def test_common_stands_alone():
     for word in ("BOOKENDS_CPU_DEVICE", "Harness", "harness", "cpu::"):
         assert word not in text, word
     assert "#include <cuda/ptx>" not in text
-    of_harness = [include for include in includes(ROOT / "dev" / "harness.h") if include.startswith('"')]
-    assert of_harness == ['"../common.h"', '"harness/progress.h"']
+
+
+def test_the_harness_stands_alone():
+    """Its headers include common.h and each other only."""
+    headers = {path.name for path in (ROOT / "dev/harness").iterdir()}
+    for name in headers:
+        own = {include.strip('"') for include in includes(ROOT / "dev/harness" / name) if include.startswith('"')}
+        assert own <= headers | {"../../common.h"}, name
+    own = {include.strip('"') for include in includes(ROOT / "dev/harness/harness.h") if include.startswith('"')}
+    assert own == headers - {"harness.h", "classifier_options.h"} | {"../../common.h"}
 
 
 def test_the_makefile_knows_every_kernel():

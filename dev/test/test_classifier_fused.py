@@ -859,7 +859,7 @@ def test_the_files_own_check(dtype, version):
         assert (result.returncode, result.stderr) == (0, ""), (arguments, result)
         same = r"the same bits each time( at a block size)?"
         last = result.stdout.splitlines()[-1]
-        assert re.fullmatch(r"check: max error 0\.0 beyond what float sums may be off \(allowed 0 .+ ulp\) " \
+        assert re.fullmatch(r"check: max error 0\.0 beyond the bounds of float sums \(allowed 0 .+ ulp\) " \
                             r"over \d+ elements, %s: ok" % same, last), last
 
 

@@ -1,4 +1,4 @@
-"""The harness (dev/harness.h) finds what is wrong: planted.cu's versions, each with one fault; and its inputs."""
+"""The harness (dev/harness) finds what is wrong: planted.cu's versions, each with one fault; and its inputs."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_right_versions_pass(version, dtype):
     assert (result.returncode, result.stderr) == (0, "")
     allowed = "1 fp32 ulp, 0 fp32 ulp" if dtype == "fp32" else "1 %s ulp, 0 fp32 ulp, 0 %s ulp" % (dtype, dtype)
     same = PROMISE.get(version, ", the same bits each time")
-    assert check_lines(result.stdout) == ["check: max error %.1f beyond what float sums may be off (allowed %s) over "
+    assert check_lines(result.stdout) == ["check: max error %.1f beyond the bounds of float sums (allowed %s) over "
                                           "5504 elements%s: ok" %
                                           (RIGHT[version], allowed, same)]
 
@@ -352,53 +352,54 @@ def test_texts(arguments, note, heading):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# points instead of block sizes, and a baseline
+# a sweep instead of block sizes, and a baseline
 
-POINTS = {**os.environ, "PLANTED_POINTS": "1"}
+SWEEP = {**os.environ, "PLANTED_SWEEP": "1"}
 
 
-def test_points():
-    skip = {**POINTS, "PLANTED_SKIP": " %s " % " ".join(map(str, WRONG))}
+def test_sweep():
+    skip = {**SWEEP, "PLANTED_SKIP": " %s " % " ".join(map(str, WRONG))}
     result = planted("all", "--repeat", 3, "--json", "-", env=skip)
     assert result.returncode == 0, result
     lines = result.stderr.splitlines()
-    timed = [line for line in lines if line.startswith(("one ", "the other "))]
+    timed = [line for line in lines if line.startswith("note ")]
     assert len(timed) == 2 * len(RIGHT)
     for i, line in enumerate(timed):
         assert re.fullmatch(r"%s \| time \d+\.\d{4} ms \| \d+\.\d [TGM]FLOP/s \| \d+\.\d{3}x the copies%s(  <- best)?" % (
-            ("one      ", "the other")[i % 2], (r"", r" \| twice as much")[i % 2]), line), line
+            ("note one      ", "note the other")[i % 2], (r"", r" \| twice as much")[i % 2]), line), line
     assert re.search(r"^version +name +at +time \(ms\) +[TGM]FLOP/s +x the copies  twice it$", result.stderr, re.M)
     table = [line for line in lines if re.match(r"\d+ ", line) and not line.endswith("skipped")]
-    ends = {"one": "       0.0", "the other": "       2.0"}  # a figure that has a column, at the best point
+    ends = {"one": "       0.0", "the other": "       2.0"}  # a figure that has a column, at the best setting
     assert [int(line.split()[0]) for line in table] == list(RIGHT)
     for line in table:
         assert line.endswith(ends["the other" if " the other " in line else "one"]), line
     records = [json.loads(line) for line in result.stdout.splitlines()]
     records = [record for record in records if record["skipped"] is None]
-    assert [record["at"] for record in records] == ["one", "the other"] * len(RIGHT)
+    assert [record["at"] for record in records] == ["note one", "note the other"] * len(RIGHT)
+    assert [record["note"] for record in records] == ["one", "the other"] * len(RIGHT)
     for record in records:
         assert record["block_size"] == 0 and record["version_again"] == record["version"]
-        assert record["twice"] == 2 * (record["at"] == "the other")
+        assert record["twice"] == 2 * (record["at"] == "note the other")
         assert record["copies_ms"] > 0
         assert record["ratio_to_copies"] == pytest.approx(record["time_ms_median"] / record["copies_ms"], rel=1e-3)
     assert sum(record["best"] for record in records) == len(RIGHT)
 
 
-def test_points_are_checked():
-    """Each of them, twice where the same bits are promised; a fault is found as with block sizes."""
-    result = planted(1, "--check", "--json", "-", env=POINTS)
+def test_sweeps_are_checked():
+    """Each setting, twice where the same bits are promised; a fault is found as with block sizes."""
+    result = planted(1, "--check", "--json", "-", env=SWEEP)
     record = json.loads(result.stdout)
     assert (result.returncode, record["at"], record["copies_ms"], record["ratio_to_copies"]) == (0, None, None, None)
-    result = planted(3, "--check", env=POINTS)
-    assert result.returncode == 1 and re.search(r"^check: one: out.*: WRONG$", result.stdout, re.M)
-    result = planted(17, "--bench", env=POINTS)
-    assert result.returncode == 1 and re.search("^one: launch failed: .*: WRONG$", result.stdout, re.M), result
-    assert planted(1, env=POINTS).returncode == planted(0, env=POINTS).returncode == 0
+    result = planted(3, "--check", env=SWEEP)
+    assert result.returncode == 1 and re.search(r"^check: note one: out.*: WRONG$", result.stdout, re.M)
+    result = planted(17, "--bench", env=SWEEP)
+    assert result.returncode == 1 and re.search("^note one: launch failed: .*: WRONG$", result.stdout, re.M), result
+    assert planted(1, env=SWEEP).returncode == planted(0, env=SWEEP).returncode == 0
 
 
-def test_points_leave_no_block_sizes():
-    refused(planted(1, "--block-size", 256, env=POINTS), "'--block-size'")
-    assert "--block-size" not in planted("--help", env=POINTS).stdout
+def test_sweeps_replace_block_sizes():
+    refused(planted(1, "--block-size", 256, env=SWEEP), "'--block-size'")
+    assert "--block-size" not in planted("--help", env=SWEEP).stdout
     assert "--block-size" in planted("--help").stdout
 
 
@@ -415,10 +416,10 @@ def test_rows_that_the_reference_does_not_know():
 @pytest.mark.parametrize("flops, unit", [(0, "MFLOP/s"), (100, "[MGT]FLOP/s")])
 def test_rates_have_a_unit_that_fits(flops, unit):
     """The number in the line and in the table is at least 1, and is the one of the JSON record."""
-    skip = {**POINTS, "PLANTED_SKIP": " %s " % " ".join(map(str, WRONG))}
+    skip = {**SWEEP, "PLANTED_SKIP": " %s " % " ".join(map(str, WRONG))}
     result = planted("all", "--bench", "--repeat", 1, "--more-flops", flops, "--json", "-", env=skip)
     assert result.returncode == 0, result
-    timed = re.findall(r"^(?:one|the other) +\|.* (\d+\.\d) (.FLOP/s) ", result.stderr, re.M)
+    timed = re.findall(r"^note (?:one|the other) +\|.* (\d+\.\d) (.FLOP/s) ", result.stderr, re.M)
     records = [json.loads(line) for line in result.stdout.splitlines()]
     records = [record for record in records if record["skipped"] is None]
     assert len(timed) == len(records) and re.search(r"^version .* %s " % unit, result.stderr, re.M)

@@ -753,7 +753,7 @@ def refused(*arguments, words, status=2):
         assert word in result.stderr, (word, result.stderr)
 
 
-CHECKED = r"check: max error \d+\.\d( beyond what float sums may be off)? \(allowed .* ulp\) over \d+ elements" \
+CHECKED = r"check: max error \d+\.\d( beyond the bounds of float sums)? \(allowed .* ulp\) over \d+ elements" \
           r"( of sampled rows)?, the same bits each time: ok"
 TIMED = r"memory 25% +\| time \d+\.\d{4} ms \| \d+\.\d [TGM]FLOP/s \| \d+\.\d{3}x the gemms? \| scratch \d+\.\d% of the " \
     r"logits(?: \([^)]+\))? \| (textbook|rows|vocabulary|epilogue): \d of \d+ x \d+  <- best"

@@ -1,0 +1,266 @@
+// The reports of a run: headings, lines, the summary of all versions, and JSON.
+#pragma once
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "../../common.h"
+#include "check.h"
+#include "job.h"
+
+namespace bookends {
+
+// The commit that the binary was built from. The Makefile links a strong definition over this one.
+extern "C" __attribute__((weak)) const char bookends_commit[] = "unknown";
+
+// The result of one version: at one setting if it was timed, else at all of them.
+struct Record {
+    int version;
+    const char *name;
+    double allowed_error = 0, max_error = 0;  // in ulps
+    int setting = 0;
+    Times times = {};
+    bool best = false, checked = false, right = true;
+    std::string skipped = "";  // why it did not run
+};
+
+// The unit in which a rate of operations is at least 1, and how many of it are a TFLOP/s.
+struct RateUnit {
+    const char *name;
+    double per_tflops;
+};
+inline RateUnit rate_unit(double tflops) {
+    if (tflops >= 1) return {"TFLOP/s", 1};
+    return tflops >= 1e-3 ? RateUnit{"GFLOP/s", 1e3} : RateUnit{"MFLOP/s", 1e6};
+}
+
+class Report {
+  public:
+    Report(const Options &own_options, const Job &own_job) : options(own_options), job(own_job) {}
+
+    void begin(const cudaDeviceProp &used) {
+        device = used;
+        out = options.json_path == "-" ? stderr : stdout;
+    }
+
+    // Prints to the report, which is stderr where standard output is for JSON.
+    __attribute__((format(printf, 2, 3))) void print(const char *pattern, ...) const {
+        va_list arguments;
+        va_start(arguments, pattern);
+        progress.aside([&] { vfprintf(out, pattern, arguments); });
+        va_end(arguments);
+    }
+
+    // copy: the device's copy rate in GB/s; 0 if it is not measured.
+    void print_device(double copy) {
+        copy_gbps = copy;
+        if (ON_CPU) {
+            print("device: %s, %d cores: its times say nothing about a GPU\n", device.name, device.multiProcessorCount);
+            return;
+        }
+        print("device: %s (sm_%d%d, %d SMs)", device.name, device.major, device.minor, device.multiProcessorCount);
+        if (copy_gbps > 0) print(", copy %.0f GB/s", copy_gbps);
+        print("\n");
+    }
+
+    // The version and the options: every dimension, and the other options that are not at their defaults.
+    void print_heading(int number, const char *version_name) const {
+        print("%s %d \"%s\":", options.name, number, version_name);
+        for (const Dim &d : options.dims) print(" %s=%d", d.name, d.value);
+        print(" %s tokens=%s", options.dtype.c_str(), options.token_source.c_str());
+        for (const Choice &c : options.choices) {
+            if (c.chosen == 0) continue;
+            print(" %s", key_of(c.option).c_str());
+            if (!c.values.empty()) print("=%s", c.values[c.chosen]);
+        }
+        for (const Number &n : options.numbers) {
+            if (n.value != n.default_value) print(" %s=%s", key_of(n.option).c_str(), n.text().c_str());
+        }
+        for (const Text &t : options.texts) {
+            if (t.value != t.default_value) print(" %s=%s", key_of(t.option).c_str(), t.value.c_str());
+        }
+        print("\n");
+        fflush(out);
+    }
+
+    void skipped(const Record &record) {
+        print("skipped: %s\n", record.skipped.c_str());
+        summary.push_back(record);
+        write_json(record);
+    }
+
+    // A check without a fault.
+    void print_check(const CheckResult &result, double max_error, const std::string &tolerances,
+                     Reproducible reproducible) const {
+        const char *promised[] = {", the same bits each time", ", the same bits each time at a block size", ""};
+        if (job.sweep.option) promised[kSameAtABlockSize] = promised[kSameBits];
+        print("check: max error %.1f%s (allowed %s) over %lld elements%s%s: ok\n", max_error,
+              result.has_slack ? " beyond the bounds of float sums" : "", tolerances.c_str(), result.elements,
+              result.sampled ? " of sampled rows" : "", promised[reproducible]);
+    }
+
+    // The times of a version at each setting.
+    void times(const std::vector<Record> &records) {
+        for (const Record &r : records) {
+            print("%s | time %.4f ms", job.sweep.text(r.setting, true).c_str(), r.times.median);
+            if (job.baseline.name) {
+                const double rate = tflops(r.times.median);
+                const RateUnit unit = rate_unit(rate);
+                print(" | %.1f %s | %.3fx the %s", rate * unit.per_tflops, unit.name, ratio(r.times),
+                      job.baseline.name);
+            } else {
+                print(" | bandwidth %.2f GB/s", gbps(r.times.median));
+                if (copy_gbps > 0) print(" | %5.1f%% of copy", pct_of_copy(r.times.median));
+            }
+            for (const Figure &f : figures_of(r)) {
+                if (!f.words.empty()) print(" | %s", f.words.c_str());
+            }
+            print("%s\n", r.best ? "  <- best" : "");
+            write_json(r);
+            if (r.best) summary.push_back(r);
+        }
+        fflush(out);
+    }
+
+    // A table of all versions, each at its best setting.
+    void print_summary() const {
+        const bool bandwidth = !job.baseline.name, copy = bandwidth && copy_gbps > 0;
+        const int width = std::max(10, job.sweep.width());
+        double most = 0;  // one unit for the whole column
+        for (const Record &r : summary) most = std::max(most, tflops(r.times.median));
+        const RateUnit unit = rate_unit(most);
+        print("\n%-8s %-16s %*s %12s %14s", "version", "name", width, job.sweep.option ? "at" : "block_size",
+              "time (ms)", bandwidth ? "GB/s" : unit.name);
+        if (!bandwidth) print("  x the %s", job.baseline.name);
+        if (copy) print(" %10s", "% of copy");
+        for (const Figure &f : summary.empty() ? std::vector<Figure>() : figures_of(summary[0])) {
+            if (!f.column.empty()) print("  %s", f.column.c_str());
+        }
+        print("\n");
+        for (const Record &r : summary) {
+            print("%-8d %-16s ", r.version, r.name);
+            if (!r.skipped.empty()) {
+                print("%*s\n", width, "skipped");
+                continue;
+            }
+            const std::string at = job.sweep.option ? job.sweep.text(r.setting) : std::to_string(r.setting);
+            const double rate = bandwidth ? gbps(r.times.median) : tflops(r.times.median) * unit.per_tflops;
+            print("%*s %12.4f %14.2f", width, at.c_str(), r.times.median, rate);
+            if (!bandwidth) print(" %*.3f", 7 + (int)strlen(job.baseline.name), ratio(r.times));
+            if (copy) print(" %9.1f%%", pct_of_copy(r.times.median));
+            for (const Figure &f : figures_of(r)) {
+                if (!f.column.empty()) print("  %*.1f", (int)f.column.size(), f.value);
+            }
+            print("\n");
+        }
+        if (ON_CPU) print("(times on the CPU device, which say nothing about a GPU)\n");
+    }
+
+    // Appends one object, on a line of its own, to the option's file. Each has the same keys; null: not measured;
+    // block_size 0: all of them, or none.
+    void write_json(const Record &r) const {
+        if (options.json_path.empty()) return;
+        const std::string line = "{" + options_json(r) + times_json(r) + check_json(r) + "}\n";
+        const char *const path = options.json_path.c_str();
+        FILE *const file = options.json_path == "-" ? stdout : fopen(path, "a");
+        bool complete = false;
+        progress.aside([&] { complete = file && fputs(line.c_str(), file) >= 0 && fflush(file) == 0; });
+        if (file && file != stdout) fclose(file);
+        if (!complete) refuse(EXIT_BAD_INPUT, "--json: cannot write '%s': %s", path, strerror(errno));
+    }
+
+  private:
+    const Options &options;
+    const Job &job;
+    FILE *out = stdout;
+    cudaDeviceProp device = {};
+    double copy_gbps = 0;
+    std::vector<Record> summary;
+
+    // Rates of a job that takes so many milliseconds; 0 where there is none.
+    double gbps(double milliseconds) const { return milliseconds > 0 ? job.bytes / milliseconds * 1e-6 : 0; }
+    double pct_of_copy(double milliseconds) const { return copy_gbps > 0 ? 100 * gbps(milliseconds) / copy_gbps : 0; }
+    double tflops(double milliseconds) const { return milliseconds > 0 ? job.flops / milliseconds * 1e-9 : 0; }
+    static double ratio(const Times &times) { return times.baseline > 0 ? times.median / times.baseline : 0; }
+
+    std::vector<Figure> figures_of(const Record &r) const {
+        return job.figures ? job.figures(r.version, r.setting) : std::vector<Figure>();
+    }
+
+    static std::string positive_or_null(double value) { return value > 0 ? format("%.6g", value) : "null"; }
+
+    // The program, the version, the device, the options and the setting.
+    std::string options_json(const Record &r) const {
+        std::string text = format(
+            "\"kernel\": \"%s\", \"version\": %d, \"name\": %s, \"device\": %s, \"device_kind\": \"%s\", "
+            "\"dtype\": \"%s\"",
+            options.name, r.version, quoted(r.name).c_str(), quoted(device.name).c_str(), ON_CPU ? "cpu" : "cuda",
+            options.dtype.c_str());
+        for (const std::string key : {"B", "T", "C", "V", "P"}) {
+            const auto dim = std::find_if(options.dims.begin(), options.dims.end(),
+                                          [&](const Dim &d) { return key == d.name; });
+            const std::string value = dim == options.dims.end() ? "null" : std::to_string(dim->value);
+            text += format(", \"%s\": %s", key.c_str(), value.c_str());
+        }
+        text += format(", \"N\": %lld, \"tokens\": %s, \"seed\": %llu",
+                       (long long)options.dim('b') * options.dim('t'), quoted(options.token_source).c_str(),
+                       (unsigned long long)options.seed);
+        for (const Choice &c : options.choices) {
+            const std::string value = c.values.empty() ? c.chosen ? "true" : "false" : quoted(c.values[c.chosen]);
+            text += format(", \"%s\": %s", key_of(c.option).c_str(), value.c_str());
+        }
+        for (const Number &n : options.numbers) {
+            text += format(", \"%s\": %s", key_of(n.option).c_str(), n.text().c_str());
+        }
+        const Sweep &sweep = job.sweep;
+        const bool at_one_value = sweep.values.size() == 1 || (r.version > 0 && r.times.runs > 0);
+        for (const Text &t : options.texts) {
+            const bool swept = sweep.option && t.option == std::string(sweep.option);
+            const std::string value = !swept         ? quoted(t.value)
+                                      : at_one_value ? quoted(sweep.values[r.setting])
+                                                     : "null";
+            text += format(", \"%s\": %s", key_of(t.option).c_str(), value.c_str());
+        }
+        text += format(", \"block_size\": %d", sweep.option ? 0 : r.setting);
+        if (sweep.option) text += ", \"at\": " + (at_one_value ? quoted(sweep.text(r.setting)) : "null");
+        return text;
+    }
+
+    std::string times_json(const Record &r) const {
+        const Times &t = r.times;
+        std::string text = format(", \"best\": %s, \"runs\": %d", r.best ? "true" : "false", t.runs);
+        const auto number = [&](const std::string &key, double value) {
+            text += ", \"" + key + "\": " + positive_or_null(value);
+        };
+        number("time_ms_min", t.min);
+        number("time_ms_median", t.median);
+        number("time_ms_p90", t.p90);
+        number("time_ms_hot", t.hot);
+        text += format(", \"bytes\": %.0f", job.bytes);
+        number("gbps", gbps(t.median));
+        number("copy_gbps", copy_gbps);
+        number("pct_of_copy", pct_of_copy(t.median));
+        text += format(", \"flops\": %.0f", job.flops);
+        number("tflops", t.runs > 0 ? tflops(t.median) : 0);
+        if (job.baseline.name) {
+            number(std::string(job.baseline.name) + "_ms", t.baseline);
+            number(std::string("ratio_to_") + job.baseline.name, ratio(t));
+        }
+        for (const Figure &f : figures_of(r)) text += format(", \"%s\": %.9g", f.key.c_str(), f.value);
+        return text;
+    }
+
+    static std::string check_json(const Record &r) {
+        const bool ran = r.skipped.empty(), checked = ran && r.checked;
+        return format(", \"skipped\": %s, \"checked\": %s, \"ok\": %s, \"max_error\": %s, \"allowed_error\": %g, "
+                      "\"commit\": \"%s\"",
+                      ran ? "null" : quoted(r.skipped).c_str(), checked ? "true" : "false",
+                      !r.right  ? "false"
+                      : checked ? "true"
+                                : "null",
+                      checked && std::isfinite(r.max_error) ? format("%g", r.max_error).c_str() : "null",
+                      r.allowed_error, bookends_commit);
+    }
+};
+
+}  // namespace bookends
