@@ -308,100 +308,109 @@ __global__ void __launch_bounds__(256) classifier_fused_kernel5_short(Classifier
     zero_columns128(target.probs, args.V, args.P, thread, threads);
 }
 
-// A long row is read once: it waits in shared memory from its arrival to its gradient, in a ring of chunks, and the
-// parts of the work go on at the same time, each on a row of its own:
-//   the mover    a thread that has chunks copied into the ring, and out of it when they are done, in bulk
-//   the readers  half of the warps: they look at chunks as they land, and tell the clerk what they have seen of a row
-//   the clerk    a warp that puts that together, writes the row's scalars and tells the writers how its gradient is
-//                formed; it also has the few elements before and behind the row's 16-byte multiples
-//   the writers  the other warps: they put the gradient where the logits are, in the ring
-// So while one row is written, the next one is seen and the one after it arrives, and nobody waits for the sums from
-// thread to thread at the end of a row. A row that is too long for a block is cut among the blocks of a cluster, whose
-// clerks tell each other what they know through distributed shared memory. Blocks stay and take row after row.
+// Version 5 for long rows. A row is read once: it waits in shared memory, in a ring of chunks, from its arrival until
+// its gradient replaces it. Version 4 reads each row twice, 3 times the row's bytes in all, of which the L2 saves a
+// part; this version moves 2 times the row's bytes. It loses on rows of less than 32 KB, where the fixed costs of
+// chunks and rows exceed the second read, and with a softcap, where the arithmetic needs more threads: version 4 takes
+// both.
 //
-// What is left is DRAM: for long rows, a version without any arithmetic was no faster (H200). Hence:
-// - Arriving lines are marked to be kept (evict_last), if the gradient is formed in place. It comes to the same place
-//   soon, and if the line is still in the L2 then, reads and writes disturb each other less: worth 3 to 5%, where
-//   evict_first costs 5%. Once written, a line is as any other.
-// - Gradients leave in bulk, 18 KB at a time. Stores by the writers themselves, 16 bytes a thread, cost 3%.
-// - What the clerks know goes by st.async, which brings its own bytes to the barrier. With a plain store and an
-//   arrival that releases at cluster scope, each row paid 2 us: such a fence waits for all stores to global memory.
-// - The ring has room for 2.2 rows: with 1.4, a block waited for its row's sums with nothing left to ask for.
-//   Clusters of 4 leave 12 of the 132 multiprocessors idle, and were faster all the same where two blocks had room
-//   for 1.8 rows.
-// For short rows it is the fixed cost of chunks and of rows. When readers and writers put the sums together themselves,
-// each of 24 warps, V = 32000 reached 80% of the copy rate; with a clerk, 94%. More warps don't help: each pays the
-// fixed cost, and the arithmetic for the same row is spread thinner.
+// The warps have four roles, a function each, which work on different rows at the same time:
+//   move_chunks  the mover, a thread: issues the bulk copies of chunks into the ring, and out of it
+//   read_rows    the readers, half of the warps: compute the statistics of the chunks that have arrived
+//   merge_rows   the clerk, a warp: merges the readers' statistics, writes the row's scalars, and passes the constants
+//                of the gradient to the writers. It also has the elements on either side of the row's 16-byte
+//                multiples.
+//   write_rows   the writers, the other warps: write the gradient over the logits in the ring
+// While one row is written, the next one is read and the one after it arrives. No role waits for a reduction over the
+// block. A row that is too long for one block is divided among the blocks of a cluster, whose clerks exchange their
+// statistics through distributed shared memory. Blocks are persistent, and take row after row.
+//
+// The limit for long rows is DRAM: a version without any arithmetic was no faster (H200). Therefore:
+// - If the gradient replaces the logits, arriving lines are marked to be kept in the L2 (evict_last) until they are
+//   written: a write that finds its line in the L2 disturbs the reads less. That is worth 3 to 5%; evict_first costs
+//   5%.
+// - Gradients are stored by bulk copies of 18 KB. Stores of 16 bytes a thread by the writers cost 3%.
+// - The clerks' messages are st.async, which count their own bytes at the receiver's barrier. A plain store and an
+//   arrival with release at cluster scope took 2 us a row: such a fence waits for all stores to global memory.
+// - The ring has room for 2.2 rows. With 1.4, a block waited for the sums of a row with no further row to request.
+//   Clusters of 4 leave 12 of the 132 multiprocessors idle, but were faster where two blocks had room for 1.8 rows.
+// The limit for short rows is the fixed cost of a chunk and a row. V = 32000 reached 80% of the copy rate when each of
+// the 24 warps merged the statistics, and 94% with a clerk. More warps are no faster: each pays the fixed cost.
 struct Staging {
     unsigned readers, writers;  // warps
     unsigned chunk;             // vectors, a multiple of 32
     unsigned stages;            // chunks in the ring
 };
-constexpr unsigned kStagedThreads = 832;   // at most: 12 warps of readers and of writers, and 72 registers a thread
-constexpr unsigned kReadingThreads = 768;  // at most where there is nothing to write but a row's scalars
-constexpr unsigned kVectors = 3;           // of a chunk, for a thread, at most
-constexpr unsigned kSharedVectors = 6144;  // of a row that two blocks share where each has few of them, at least
-constexpr unsigned kFewRows = 16;          // at most
-constexpr unsigned kLeaving = 2;           // chunks that are still on their way out when the next one is asked for
-constexpr unsigned kMails = 2;             // rows that messages are kept of
+constexpr unsigned kStagedThreads = 832;   // at most: 12 warps of readers and 12 of writers, with 72 registers a thread
+constexpr unsigned kReadingThreads = 768;  // at most, if only scalars are written
+constexpr unsigned kVectors = 3;           // per thread and chunk, at most
+constexpr unsigned kSharedVectors = 6144;  // per row, at least, for two blocks to share it where rows are few
+constexpr unsigned kFewRows = 16;          // per multiprocessor, at most
+constexpr unsigned kLeaving = 2;           // chunks that may still be leaving when the next one is loaded
+constexpr unsigned kRowSlots = 2;          // rows whose messages between the roles are in memory
 
-// How the parts meet. A barrier (mbarrier) in shared memory is complete when as many have arrived as it was made for,
-// and as many bytes as were announced; then its next phase begins. Who waits names the parity of the phase that it
-// waits for, 0 in the first round of a ring, 1 in the second, and so on. Waiting for the phase before, which in the
-// first round there is none of, counts as complete.
-//   full[i]     the mover arrives and announces the chunk's bytes, the bulk copy brings them. Readers and writers wait.
-//   done[i]     a lane of each writing warp arrives when the warp has the chunk in registers or, if it leaves in bulk,
-//               its gradient in the ring; where there is nothing to write, each reading warp's. The mover waits.
-//   told[i]     a lane of each reading warp arrives when it has left its message; the clerk waits
-//   heard[i]    the clerk arrives when it has read them; the readers wait, for the phase before
-//   agreed[i]   the clerk arrives and announces the messages of all blocks' clerks, st.async brings them (some perhaps
-//               before the announcement, which is all the same). The clerk waits. A message takes the place of one that
-//               all have read: of two rows before, where each clerk has since told of the row between.
-//   decided[i]  the clerk arrives when the row's gradient is known; the writers wait
-//   obeyed[i]   a lane of each writing warp arrives when it has read that; the clerk waits, for the phase before
-// Where a chunk goes when the writers are done with it: nowhere, if it has no bytes.
-struct Leave {
+// The destination of a chunk of gradients; no bytes: the chunk is not stored.
+struct ChunkDestination {
     void *to = nullptr;
     unsigned bytes = 0;
 };
 
-// What a clerk tells the others of a row: an OnlineSoftmax but `beaten`, which version 5 has not; one st.async.
+// A clerk's message to the others: an OnlineSoftmax without `beaten`, which version 5 does not need. One st.async.
 struct alignas(16) ClerkMessage {
     float max, sum, gaps;
     unsigned count;
 };
 
-// The dynamic shared memory.
+// The dynamic shared memory of a block, with the barriers by which the roles synchronise.
+//
+// A barrier (mbarrier) in shared memory completes a phase when the expected number of arrivals and the announced number
+// of bytes are there; then its next phase begins. A wait names the parity of a phase: 0 in the first round of a ring, 1
+// in the second, and so on. A wait for the previous phase returns at once in the first round.
+//   full[i]              The mover arrives and announces the bytes of the chunk, which the bulk copy brings. Readers
+//                        and writers wait.
+//   done[i]              A lane of each writing warp arrives when its part of the gradient is in the ring, or its part
+//                        of the chunk has been read if the gradient is not stored in bulk. Without writers, a lane of
+//                        each reading warp. The mover waits.
+//   readers_reported[i]  A lane of each reading warp arrives after it stored the warp's statistics. The clerk waits.
+//   reports_read[i]      The clerk arrives when it has read them. The readers wait, for the previous phase.
+//   blocks_reported[i]   The clerk arrives and announces the bytes of the messages from all clerks of the cluster,
+//                        which st.async brings. (A message may arrive before the announcement.) The clerk waits. A
+//                        message overwrites that of two rows before. Its receiver has read that one, since it has
+//                        sent its own message for the row between.
+//   gradient_known[i]    The clerk arrives when it has stored the constants of the row's gradient. The writers wait.
+//   gradient_read[i]     A lane of each writing warp arrives when it has read them. The clerk waits, for the previous
+//                        phase.
 struct StagedMemory {
-    uint4 *ring;                                         // (stages, chunk)
-    ClerkMessage *seen_by_blocks;                        // (kMails, ranks): what the clerks tell each other
-    Leave *leave;                                        // (stages), the mover's own
-    uint64_t *full, *done;                               // (stages)
-    uint64_t *told, *heard, *agreed, *decided, *obeyed;  // (kMails)
-    ClassifierGradient *gradient;                        // (kMails)
-    float *target_logit;                                 // (kMails): what the first block's clerk tells the others
-    OnlineSoftmax *seen;                                 // (kMails, readers): what the readers tell
+    uint4 *ring;                                                  // (stages, chunk)
+    ClerkMessage *messages;                                       // (kRowSlots, ranks): from all clerks
+    ChunkDestination *destinations;                               // (stages): the mover's own
+    uint64_t *full, *done;                                        // (stages)
+    uint64_t *readers_reported, *reports_read, *blocks_reported;  // (kRowSlots)
+    uint64_t *gradient_known, *gradient_read;                     // (kRowSlots)
+    ClassifierGradient *gradient;                                 // (kRowSlots)
+    float *target_logit;                                          // (kRowSlots): from the first block's clerk
+    OnlineSoftmax *reports;                                       // (kRowSlots, readers)
 
     __host__ __device__ StagedMemory(void *shared, const Staging &plan, unsigned ranks) {
         ring = (uint4 *)shared;
-        seen_by_blocks = (ClerkMessage *)(ring + (size_t)plan.stages * plan.chunk);
-        leave = (Leave *)(seen_by_blocks + kMails * ranks);
-        full = (uint64_t *)(leave + plan.stages);
+        messages = (ClerkMessage *)(ring + (size_t)plan.stages * plan.chunk);
+        destinations = (ChunkDestination *)(messages + kRowSlots * ranks);
+        full = (uint64_t *)(destinations + plan.stages);
         done = full + plan.stages;
-        told = done + plan.stages;
-        heard = told + kMails;
-        agreed = heard + kMails;
-        decided = agreed + kMails;
-        obeyed = decided + kMails;
-        gradient = (ClassifierGradient *)(obeyed + kMails);
-        target_logit = (float *)(gradient + kMails);
-        seen = (OnlineSoftmax *)(target_logit + kMails);
+        readers_reported = done + plan.stages;
+        reports_read = readers_reported + kRowSlots;
+        blocks_reported = reports_read + kRowSlots;
+        gradient_known = blocks_reported + kRowSlots;
+        gradient_read = gradient_known + kRowSlots;
+        gradient = (ClassifierGradient *)(gradient_read + kRowSlots);
+        target_logit = (float *)(gradient + kRowSlots);
+        reports = (OnlineSoftmax *)(target_logit + kRowSlots);
     }
     static size_t bytes(const Staging &plan, unsigned ranks) {
-        char *const begin = (char *)1024;  // any address that is aligned
-        return (char *)(StagedMemory(begin, plan, ranks).seen + kMails * plan.readers) - begin;
+        char *const begin = (char *)1024;  // any aligned address
+        return (char *)(StagedMemory(begin, plan, ranks).reports + kRowSlots * plan.readers) - begin;
     }
-    // By a warp.
+    // Called by a warp.
     __device__ void make_barriers(const Staging &plan, bool writes) const {
         namespace ptx = cuda::ptx;
         const unsigned lane = threadIdx.x % kWarpSize;
@@ -409,19 +418,29 @@ struct StagedMemory {
             ptx::mbarrier_init(&full[i], 1);
             ptx::mbarrier_init(&done[i], writes ? plan.writers : plan.readers);
         }
-        if (lane < kMails) {
-            ptx::mbarrier_init(&told[lane], plan.readers);
-            ptx::mbarrier_init(&heard[lane], 1);
-            ptx::mbarrier_init(&agreed[lane], 1);
-            ptx::mbarrier_init(&decided[lane], 1);
-            if (writes) ptx::mbarrier_init(&obeyed[lane], plan.writers);
+        if (lane < kRowSlots) {
+            ptx::mbarrier_init(&readers_reported[lane], plan.readers);
+            ptx::mbarrier_init(&reports_read[lane], 1);
+            ptx::mbarrier_init(&blocks_reported[lane], 1);
+            ptx::mbarrier_init(&gradient_known[lane], 1);
+            if (writes) ptx::mbarrier_init(&gradient_read[lane], plan.writers);
         }
         ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
         __syncwarp();
     }
 };
 
-// A warp arrives, when all of its lanes have come here.
+// What the roles of a block share.
+struct StagedBlock {
+    const Staging &plan;
+    const StagedMemory memory;
+    unsigned rank, ranks;    // of the block in its cluster
+    long long first, step;   // the cluster's rows
+    unsigned begin, stride;  // the first vectors of the block's chunks in a row
+    bool writes;             // dlogits or probs
+};
+
+// The warp arrives at the barrier, after all of its lanes have come here.
 __device__ inline void warp_arrive(uint64_t *barrier) {
     namespace ptx = cuda::ptx;
     __syncwarp();
@@ -429,13 +448,13 @@ __device__ inline void warp_arrive(uint64_t *barrier) {
         ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier);
 }
 
-// A warp's part of a chunk of `count` vectors, of which it has every warps-th 32, a lane one of each: how many.
-__device__ inline unsigned vectors_of(unsigned count, unsigned warp, unsigned warps) {
-    const unsigned whole = count / kWarpSize;
-    return whole > warp ? (whole - warp - 1) / warps + 1 : 0;
+// The number of vectors of each lane in a chunk of `count` vectors, of which a warp has every warps-th group of 32.
+__device__ inline unsigned vectors_of_warp(unsigned count, unsigned warp, unsigned warps) {
+    const unsigned groups = count / kWarpSize;
+    return groups > warp ? (groups - warp - 1) / warps + 1 : 0;
 }
 
-// Calls what(n), n as an integral constant from 1 to kVectors; nothing for 0.
+// Calls what(n) with n as an integral constant from 1 to kVectors; does nothing for 0.
 template <unsigned most = kVectors, typename What>
 __device__ void with_vectors(unsigned n, What what) {
     if (n == most) {
@@ -445,260 +464,348 @@ __device__ void with_vectors(unsigned n, What what) {
     }
 }
 
+// The target of a row, 0 behind the last row. Each role loads it one row ahead.
+template <typename floatX>
+__device__ int target_at(const ClassifierArguments<floatX> &args, long long row) {
+    return row < args.N ? args.targets[row] : 0;
+}
+
+// The mover. It keeps the ring full: it loads a chunk as soon as the gradient of the chunk before in the same place has
+// left the ring.
+template <typename floatX>
+__device__ void move_chunks(const ClassifierArguments<floatX> &args, const StagedBlock &block) {
+    namespace ptx = cuda::ptx;
+    const StagedMemory &memory = block.memory;
+    const unsigned chunk_size = block.plan.chunk, stages = block.plan.stages;
+    Ring in, out;
+    unsigned loaded = 0;
+    auto store_next = [&] {
+        wait_for_phase(&memory.done[out.slot], out.phase);
+        const ChunkDestination destination = memory.destinations[out.slot];
+        if (destination.bytes > 0) {
+            ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, destination.to,
+                               memory.ring + out.slot * chunk_size, destination.bytes);
+        }
+        ptx::cp_async_bulk_commit_group();
+        out.next(stages);
+    };
+    int next_id = target_at(args, block.first);
+    for (long long row = block.first; row < args.N; row += block.step) {
+        const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
+        next_id = target_at(args, row + block.step);
+        const Cut cut(target.logits, args.V);
+        const bool stored = target.dlogits && same_alignment(target);
+        for (unsigned v = block.begin; target.read && v < cut.vectors; v += block.stride) {
+            if (loaded + kLeaving >= stages) store_next();
+            if (loaded >= stages) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kLeaving>());
+            uint64_t *const full = &memory.full[in.slot];
+            const unsigned bytes = min(chunk_size, cut.vectors - v) * 16;
+            const size_t column = cut.head + (size_t)v * Packed128<floatX>::size;
+            memory.destinations[in.slot] =
+                stored ? ChunkDestination{target.dlogits + column, bytes} : ChunkDestination{};
+            ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full, bytes);
+            load_bulk(memory.ring + in.slot * chunk_size, target.logits + column, bytes, full,
+                      args.dlogits == args.logits);
+            in.next(stages);
+            loaded++;
+        }
+    }
+    for (unsigned left = min(loaded, stages - kLeaving); left > 0; left--) store_next();
+    ptx::cp_async_bulk_wait_group(ptx::n32_t<0>());
+}
+
+// A reader.
+template <typename floatX, Extras extras>
+__device__ void read_rows(const ClassifierArguments<floatX> &args, const StagedBlock &block) {
+    typedef Packed128<floatX> x128;
+    static_assert(extras != kAllExtras, "readers do not know the target's logit");
+    const StagedMemory &memory = block.memory;
+    const unsigned chunk_size = block.plan.chunk, readers = block.plan.readers, warp = threadIdx.x / kWarpSize;
+    const unsigned offset = threadIdx.x * x128::size, apart = readers * kWarpSize * x128::size;
+    const unsigned vectors_of_chunk = vectors_of_warp(chunk_size, warp, readers);
+    Ring ring, slots;
+    int next_id = target_at(args, block.first);
+    for (long long row = block.first; row < args.N; row += block.step) {
+        const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
+        next_id = target_at(args, row + block.step);
+        if (!target.read) continue;
+        const Cut cut(target.logits, args.V);
+        RunningSoftmax running(args.power);
+        for (unsigned v = block.begin; v < cut.vectors; v += block.stride) {
+            const unsigned count = min(chunk_size, cut.vectors - v), j = cut.head + v * x128::size + offset;
+            const floatX *const chunk = (const floatX *)(memory.ring + ring.slot * chunk_size) + offset;
+            const unsigned n = count == chunk_size ? vectors_of_chunk : vectors_of_warp(count, warp, readers);
+            wait_for_phase(&memory.full[ring.slot], ring.phase);
+            with_vectors(n, [&](auto vectors) {
+                x128 x[vectors.value];
+#pragma unroll
+                for (unsigned u = 0; u < vectors.value; u++) x[u] = load128(chunk + u * apart);
+                update_statistics<false, extras>(running, x, j, apart, target, args);
+            });
+            if (n * readers * kWarpSize + threadIdx.x < count) {  // the last vectors of the row, less than a warp has
+                update_statistics<false, extras>(running, load128(chunk + n * apart), j + n * apart, target, args);
+            }
+            if (!block.writes) warp_arrive(&memory.done[ring.slot]);
+            ring.next(block.plan.stages);
+        }
+        const OnlineSoftmax all = warp_merge<extras>(running.result(), args);
+        wait_for_phase(&memory.reports_read[slots.slot], slots.phase ^ 1);
+        if (threadIdx.x % kWarpSize == 0) memory.reports[slots.slot * readers + warp] = all;
+        warp_arrive(&memory.readers_reported[slots.slot]);
+        slots.next(kRowSlots);
+    }
+}
+
+// Sends the statistics of the block's part of a row, and from the first block the target's logit, to the clerks of all
+// blocks of the cluster. Returns the merged statistics of the row. Called by the clerk.
+template <Extras extras, typename floatX>
+__device__ OnlineSoftmax merge_blocks(const OnlineSoftmax &own, float logit, const Ring &slots,
+                                      const ClassifierArguments<floatX> &args, const StagedBlock &block) {
+    namespace ptx = cuda::ptx;
+    const auto cluster = cooperative_groups::this_cluster();
+    const unsigned lane = threadIdx.x % kWarpSize, ranks = block.ranks;
+    uint64_t *const blocks_reported = &block.memory.blocks_reported[slots.slot];
+    ClerkMessage *const messages = block.memory.messages + slots.slot * ranks;
+    if (lane == 0) {
+        const unsigned bytes = ranks * sizeof(ClerkMessage) + sizeof(logit);
+        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, blocks_reported, bytes);
+    }
+    if (lane < ranks) {  // a lane for each receiver
+        const ClerkMessage message = {own.max, own.sum, own.gaps, own.count};
+        int words[4];
+        static_assert(sizeof(message) == sizeof(words), "a message is one st.async");
+        memcpy(words, &message, sizeof(words));
+        uint64_t *const barrier = cluster.map_shared_rank(blocks_reported, lane);
+        ptx::st_async((int *)cluster.map_shared_rank(messages + block.rank, lane), words, barrier);
+        float *const target_logit = &block.memory.target_logit[slots.slot];
+        if (block.rank == 0) ptx::st_async(cluster.map_shared_rank(target_logit, lane), logit, barrier);
+    }
+    while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, blocks_reported, slots.phase)) {
+    }
+    OnlineSoftmax all;
+    if (lane < ranks) {
+        const ClerkMessage &message = messages[lane];
+        all = {message.max, message.sum, message.gaps, message.count};
+    }
+    return warp_merge<extras>(all, args);
+}
+
+// The clerk. It loads targets two rows ahead, and the elements that they lead to one row ahead. The first block's clerk
+// has the row's edges: the elements on either side of its 16-byte multiples.
+template <typename floatX, Extras extras>
+__device__ void merge_rows(const ClassifierArguments<floatX> &args, const StagedBlock &block) {
+    typedef Packed<floatX, 1> one;
+    const StagedMemory &memory = block.memory;
+    const unsigned lane = threadIdx.x % kWarpSize, readers = block.plan.readers;
+    Ring slots;
+    int next_id = target_at(args, block.first), id_after = target_at(args, block.first + block.step);
+    floatX next_logit = (floatX)0.0f, next_edge = (floatX)0.0f;  // not converted: that would wait for the loads
+    auto load_elements = [&](long long row, int id) {
+        if (row >= args.N || block.rank > 0) return;
+        const ClassifierTarget<floatX> target = describe_target(args, row, id);
+        const unsigned column = edge_column(Cut(target.logits, args.V), lane, args.V);
+        if (target.read && target.index < args.V) next_logit = target.logits[target.index];
+        if (target.read && column < args.V) next_edge = target.logits[column];
+    };
+    load_elements(block.first, next_id);
+    for (long long row = block.first; row < args.N; row += block.step) {
+        ClassifierTarget<floatX> target = describe_target(args, row, next_id);
+        const float logit = (float)next_logit;
+        const one edge = {{next_edge}};
+        next_id = id_after;
+        id_after = target_at(args, row + 2 * block.step);
+        load_elements(row + block.step, next_id);
+        const float dloss = dloss_of(args, row);
+        const unsigned column = block.rank > 0 ? args.V : edge_column(Cut(target.logits, args.V), lane, args.V);
+        OnlineSoftmax all;
+        if (target.read) {
+            if (target.index < args.V) set_logit<false, extras>(target, args, logit);
+            RunningSoftmax running(args.power);
+            if (column < args.V) update_statistics<false, extras>(running, edge, column, target, args);
+            wait_for_phase(&memory.readers_reported[slots.slot], slots.phase);
+            all = running.result();
+            if (lane < readers) all = merge<extras>(all, memory.reports[slots.slot * readers + lane], args);
+            warp_arrive(&memory.reports_read[slots.slot]);
+            all = warp_merge<extras>(all, args);
+            if (block.ranks > 1) {
+                all = merge_blocks<extras>(all, logit, slots, args, block);
+                if (target.index < args.V) set_logit<false, extras>(target, args, memory.target_logit[slots.slot]);
+            }
+        }
+        const ClassifierGradient g = gradient_constants(args, target, all, dloss);
+        if (target.read && block.writes) {
+            wait_for_phase(&memory.gradient_read[slots.slot], slots.phase ^ 1);
+            if (lane == 0) memory.gradient[slots.slot] = g;
+            warp_arrive(&memory.gradient_known[slots.slot]);
+        }
+        if (block.rank == 0 && lane == 0) write_scalars<extras>(args, row, target, all);
+        if (!target.read) continue;
+        if (column < args.V) {
+            write_columns<false, extras, true>(edge, column, target, g, args);
+            if (target.dlogits && target.ignored) target.dlogits[column] = (floatX)0.0f;
+        }
+        slots.next(kRowSlots);
+    }
+}
+
+// The place of a writer among the writers of a block.
+struct Writer {
+    unsigned thread, threads, warp;
+    unsigned vectors_of_chunk;  // vectors_of_warp() for a whole chunk
+};
+
+// Stores the target's gradient if it belongs to the vector at chunk[i]; `column` is that of chunk[0]. It is a second
+// store to the element, by the same thread, as in write_columns().
+template <typename floatX>
+__device__ void put_target(floatX *chunk, unsigned i, unsigned column, const ClassifierTarget<floatX> &target,
+                           const ClassifierGradient &g) {
+    const unsigned k = target.index - column - i;
+    if (k < Packed128<floatX>::size) chunk[i + k] = (floatX)g.at_target;
+}
+
+// Writes a chunk of `count` vectors where nothing is wanted but the gradient, and it is stored in bulk.
+template <Extras extras, typename floatX>
+__device__ void write_gradient_chunk(floatX *chunk, unsigned count, unsigned column, const Writer &writer,
+                                     const ClassifierTarget<floatX> &target, const ClassifierGradient &g,
+                                     const ClassifierArguments<floatX> &args, const Staging &plan) {
+    typedef Packed128<floatX> x128;
+    const unsigned offset = writer.thread * x128::size, apart = writer.threads * x128::size;
+    const unsigned n =
+        count == plan.chunk ? writer.vectors_of_chunk : vectors_of_warp(count, writer.warp, plan.writers);
+    with_vectors(n, [&](auto vectors) {
+        x128 x[vectors.value];
+#pragma unroll
+        for (unsigned u = 0; u < vectors.value; u++) x[u] = load128(chunk + offset + u * apart);
+#pragma unroll
+        for (unsigned u = 0; u < vectors.value; u++) x[u] = gradient_of<false, extras>(x[u], g, args);
+#pragma unroll
+        for (unsigned u = 0; u < vectors.value; u++) store128(chunk + offset + u * apart, x[u]);
+#pragma unroll
+        for (unsigned u = 0; u < vectors.value; u++) put_target(chunk, offset + u * apart, column, target, g);
+    });
+    if (n * writer.threads + writer.thread < count) {  // the last vectors of the row, less than a warp has
+        const unsigned i = offset + n * apart;
+        store128(chunk + i, gradient_of<false, extras>(load128(chunk + i), g, args));
+        put_target(chunk, i, column, target, g);
+    }
+}
+
+// Writes a chunk where probabilities are wanted or the row is ignored. `stored`: the chunk is then stored in bulk.
+template <Extras extras, typename floatX>
+__device__ void write_any_chunk(floatX *chunk, unsigned count, unsigned column, const Writer &writer, bool stored,
+                                const ClassifierTarget<floatX> &target, const ClassifierGradient &g,
+                                const ClassifierArguments<floatX> &args) {
+    typedef Packed128<floatX> x128;
+    const unsigned offset = writer.thread * x128::size, apart = writer.threads * x128::size;
+    x128 zeros;
+    for (int k = 0; k < x128::size; k++) zeros[k] = (floatX)0.0f;
+#pragma unroll 2
+    for (unsigned i = offset; i < count * x128::size; i += apart) {
+        const x128 x = load128(chunk + i);
+        if (target.probs) store128cs(target.probs + column + i, probabilities_of<false, extras>(x, g, args));
+        if (stored) store128(chunk + i, target.ignored ? zeros : gradient_of<false, extras>(x, g, args));
+        if (stored) put_target(chunk, i, column, target, g);
+    }
+}
+
+// Writes a chunk by elements, where the logits and the results have different alignments.
+template <Extras extras, typename floatX>
+__device__ void write_chunk_by_element(floatX *chunk, unsigned count, unsigned column, const Writer &writer,
+                                       const ClassifierTarget<floatX> &target, const ClassifierGradient &g,
+                                       const ClassifierArguments<floatX> &args) {
+    typedef Packed<floatX, 1> one;
+    for (unsigned i = writer.thread; i < count * Packed128<floatX>::size; i += writer.threads) {
+        write_columns<false, extras, true>(load_packed<one>(chunk + i), column + i, target, g, args);
+        if (target.dlogits && target.ignored) target.dlogits[column + i] = (floatX)0.0f;
+    }
+}
+
+// A writer. Bad targets and the padding need no chunks.
+template <typename floatX, Extras extras>
+__device__ void write_rows(const ClassifierArguments<floatX> &args, const StagedBlock &block) {
+    namespace ptx = cuda::ptx;
+    const Staging &plan = block.plan;
+    const StagedMemory &memory = block.memory;
+    const unsigned thread = threadIdx.x - plan.readers * kWarpSize, warp = threadIdx.x / kWarpSize - plan.readers;
+    const Writer writer = {thread, plan.writers * kWarpSize, warp, vectors_of_warp(plan.chunk, warp, plan.writers)};
+    const unsigned fill_thread = block.rank * writer.threads + thread, fill_threads = block.ranks * writer.threads;
+    Ring ring, slots;
+    int next_id = target_at(args, block.first);
+    for (long long row = block.first; row < args.N; row += block.step) {
+        const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
+        next_id = target_at(args, row + block.step);
+        const Cut cut(target.logits, args.V);
+        if (!target.read) {
+            fill_columns(target.dlogits, 0, args.V, target.ignored ? 0.0f : (float)NAN, fill_thread, fill_threads);
+        } else {
+            wait_for_phase(&memory.gradient_known[slots.slot], slots.phase);
+            const ClassifierGradient g = memory.gradient[slots.slot];
+            warp_arrive(&memory.gradient_read[slots.slot]);
+            slots.next(kRowSlots);
+            const bool aligned = same_alignment(target), stored = target.dlogits && aligned;
+            auto for_each_chunk = [&](auto write) {  // write(chunk, number of vectors, column of the first element)
+                for (unsigned v = block.begin; v < cut.vectors; v += block.stride) {
+                    wait_for_phase(&memory.full[ring.slot], ring.phase);
+                    write((floatX *)(memory.ring + ring.slot * plan.chunk), min(plan.chunk, cut.vectors - v),
+                          cut.head + v * Packed128<floatX>::size);
+                    if (stored) ptx::fence_proxy_async(ptx::space_shared);  // before the bulk copy reads the chunk
+                    warp_arrive(&memory.done[ring.slot]);
+                    ring.next(plan.stages);
+                }
+            };
+            if (stored && !target.ignored && !target.probs) {
+                for_each_chunk([&](floatX *chunk, unsigned count, unsigned column) {
+                    write_gradient_chunk<extras>(chunk, count, column, writer, target, g, args, plan);
+                });
+            } else if (aligned) {
+                for_each_chunk([&](floatX *chunk, unsigned count, unsigned column) {
+                    write_any_chunk<extras>(chunk, count, column, writer, stored, target, g, args);
+                });
+            } else {
+                for_each_chunk([&](floatX *chunk, unsigned count, unsigned column) {
+                    write_chunk_by_element<extras>(chunk, count, column, writer, target, g, args);
+                });
+            }
+        }
+        zero_columns(target.dlogits, args.V, args.P, fill_thread, fill_threads);
+        zero_columns(target.probs, args.V, args.P, fill_thread, fill_threads);
+    }
+}
+
+// Divides the block into its roles. The mover makes the barriers and begins at once; the others begin when the barriers
+// of all blocks of the cluster exist. No block exits while others may send it a message.
 template <typename floatX, Extras extras>
 __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Staging &plan) {
-    namespace ptx = cuda::ptx;
-    typedef Packed128<floatX> x128;
-    typedef Packed<floatX, 1> one;
     extern __shared__ uint4 staged[];
     const auto cluster = cooperative_groups::this_cluster();
     const unsigned rank = cluster.block_rank(), ranks = cluster.num_blocks();
-    const unsigned lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    const unsigned clerk = plan.readers + plan.writers, mover = clerk + 1;
-    const StagedMemory memory(staged, plan, ranks);
-    const bool writes = args.dlogits || args.probs;
-
-    // Row after row; the block has every ranks-th chunk of each. Targets and what they lead to are asked for a row
-    // ahead.
-    const long long first = blockIdx.x / ranks, step = gridDim.x / ranks;
-    const unsigned begin = rank * plan.chunk, stride = ranks * plan.chunk;
-    auto target_at = [&](long long row) { return row < args.N ? args.targets[row] : 0; };
-    int next_id = target_at(first), id_after = target_at(first + step);
-    floatX next_logit = (floatX)0.0f, next_edge = (floatX)0.0f;  // as they are in memory: nobody waits for them yet
-    auto fetch = [&](long long row, int id, bool wants_logit, bool wants_edge) {
-        if (row >= args.N) return;
-        const ClassifierTarget<floatX> target = describe_target(args, row, id);
-        const unsigned column = edge_column(Cut(target.logits, args.V), lane, args.V);
-        if (wants_logit && target.read && target.index < args.V) next_logit = target.logits[target.index];
-        if (wants_edge && target.read && column < args.V) next_edge = target.logits[column];
-    };
-    Ring ring, mail;  // of chunks, and of messages
-
-    // The mover makes the barriers, and begins at once; the others begin when those of all blocks are there.
-    if (warp == mover) memory.make_barriers(plan, writes);
-    auto all_made = cluster.barrier_arrive();
-    if (warp != mover) cluster.barrier_wait(std::move(all_made));
-
+    const StagedBlock block = {plan,
+                               StagedMemory(staged, plan, ranks),
+                               rank,
+                               ranks,
+                               blockIdx.x / ranks,
+                               gridDim.x / ranks,
+                               rank * plan.chunk,
+                               ranks * plan.chunk,
+                               args.dlogits || args.probs};
+    const unsigned warp = threadIdx.x / kWarpSize, clerk = plan.readers + plan.writers, mover = clerk + 1;
+    if (warp == mover) block.memory.make_barriers(plan, block.writes);
+    auto barriers_made = cluster.barrier_arrive();
     if (warp == mover) {
-        Ring out;
-        unsigned loaded = 0;
-        auto let_leave = [&] {
-            wait_for_phase(&memory.done[out.slot], out.phase);
-            const Leave leave = memory.leave[out.slot];
-            uint4 *const chunk = memory.ring + out.slot * plan.chunk;
-            if (leave.bytes > 0) {
-                ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, leave.to, chunk, leave.bytes);
-            }
-            ptx::cp_async_bulk_commit_group();
-            out.next(plan.stages);
-        };
-        for (long long row = first; lane == 0 && row < args.N; row += step) {
-            const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
-            next_id = target_at(row + step);
-            const Cut cut(target.logits, args.V);
-            const bool leaves = target.dlogits && same_alignment(target);
-            for (unsigned v = begin; target.read && v < cut.vectors; v += stride) {
-                // The chunk that comes next in the ring leaves, and the one in this place has.
-                if (loaded + kLeaving >= plan.stages) let_leave();
-                if (loaded >= plan.stages) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kLeaving>());
-                uint64_t *const full = &memory.full[ring.slot];
-                const unsigned bytes = min(plan.chunk, cut.vectors - v) * 16;
-                const size_t column = cut.head + (size_t)v * x128::size;
-                memory.leave[ring.slot] = leaves ? Leave{target.dlogits + column, bytes} : Leave{};
-                ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full, bytes);
-                load_bulk(memory.ring + ring.slot * plan.chunk, target.logits + column, bytes, full,
-                          args.dlogits == args.logits);
-                ring.next(plan.stages);
-                loaded++;
-            }
-        }
-        if (lane == 0) {
-            for (unsigned left = min(loaded, plan.stages - kLeaving); left > 0; left--) let_leave();
-            ptx::cp_async_bulk_wait_group(ptx::n32_t<0>());
-        }
+        if (threadIdx.x % kWarpSize == 0) move_chunks(args, block);
         __syncwarp();
-        cluster.barrier_wait(std::move(all_made));
-    } else if (warp < plan.readers) {
-        const unsigned mine = threadIdx.x * x128::size, apart = plan.readers * kWarpSize * x128::size;
-        const unsigned of_chunk = vectors_of(plan.chunk, warp, plan.readers);
-        static_assert(extras != kAllExtras, "the target's logit is not there");
-        for (long long row = first; row < args.N; row += step) {
-            const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
-            next_id = target_at(row + step);
-            if (!target.read) continue;
-            const Cut cut(target.logits, args.V);
-            RunningSoftmax seen(args.power);
-            for (unsigned v = begin; v < cut.vectors; v += stride) {
-                const unsigned count = min(plan.chunk, cut.vectors - v), j = cut.head + v * x128::size + mine;
-                const floatX *const chunk = (const floatX *)(memory.ring + ring.slot * plan.chunk) + mine;
-                const unsigned n = count == plan.chunk ? of_chunk : vectors_of(count, warp, plan.readers);
-                wait_for_phase(&memory.full[ring.slot], ring.phase);
-                with_vectors(n, [&](auto vectors) {
-                    x128 x[vectors.value];
-#pragma unroll
-                    for (unsigned u = 0; u < vectors.value; u++) x[u] = load128(chunk + u * apart);
-                    update_statistics<false, extras>(seen, x, j, apart, target, args);
-                });
-                if (n * plan.readers * kWarpSize + threadIdx.x < count) {  // some lanes of a row's last
-                    update_statistics<false, extras>(seen, load128(chunk + n * apart), j + n * apart, target, args);
-                }
-                if (!writes) warp_arrive(&memory.done[ring.slot]);
-                ring.next(plan.stages);
-            }
-            const OnlineSoftmax all = warp_merge<extras>(seen.result(), args);
-            wait_for_phase(&memory.heard[mail.slot], mail.phase ^ 1);
-            if (lane == 0) memory.seen[mail.slot * plan.readers + warp] = all;
-            warp_arrive(&memory.told[mail.slot]);
-            mail.next(kMails);
-        }
-    } else if (warp == clerk) {
-        fetch(first, next_id, rank == 0, rank == 0);
-        for (long long row = first; row < args.N; row += step) {
-            ClassifierTarget<floatX> target = describe_target(args, row, next_id);
-            const float logit = (float)next_logit;
-            const one edge = {{next_edge}};
-            next_id = id_after;
-            id_after = target_at(row + 2 * step);
-            fetch(row + step, next_id, rank == 0, rank == 0);
-            const float dloss = dloss_of(args, row);
-            const unsigned column = rank > 0 ? args.V : edge_column(Cut(target.logits, args.V), lane, args.V);
-            OnlineSoftmax all;
-            if (target.read) {
-                if (target.index < args.V) set_logit<false, extras>(target, args, logit);
-                RunningSoftmax seen(args.power);
-                if (column < args.V) update_statistics<false, extras>(seen, edge, column, target, args);
-                wait_for_phase(&memory.told[mail.slot], mail.phase);
-                all = seen.result();
-                if (lane < plan.readers) {
-                    all = merge<extras>(all, memory.seen[mail.slot * plan.readers + lane], args);
-                }
-                warp_arrive(&memory.heard[mail.slot]);
-                all = warp_merge<extras>(all, args);
-                if (ranks > 1) {
-                    uint64_t *const agreed = &memory.agreed[mail.slot];
-                    ClerkMessage *const others = memory.seen_by_blocks + mail.slot * ranks;
-                    float *const their_logit = &memory.target_logit[mail.slot];
-                    if (lane == 0) {
-                        const unsigned bytes = ranks * sizeof(ClerkMessage) + sizeof(logit);
-                        ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, agreed,
-                                                       bytes);
-                    }
-                    if (lane < ranks) {  // a lane tells a block
-                        const ClerkMessage message = {all.max, all.sum, all.gaps, all.count};
-                        int words[4];
-                        static_assert(sizeof(message) == sizeof(words), "a message is one st.async");
-                        memcpy(words, &message, sizeof(words));
-                        uint64_t *const barrier = cluster.map_shared_rank(agreed, lane);
-                        ptx::st_async((int *)cluster.map_shared_rank(others + rank, lane), words, barrier);
-                        if (rank == 0) ptx::st_async(cluster.map_shared_rank(their_logit, lane), logit, barrier);
-                    }
-                    while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, agreed, mail.phase)) {
-                    }
-                    all = OnlineSoftmax();
-                    if (lane < ranks) {
-                        const ClerkMessage &message = others[lane];
-                        all = {message.max, message.sum, message.gaps, message.count};
-                    }
-                    all = warp_merge<extras>(all, args);
-                    if (target.index < args.V) set_logit<false, extras>(target, args, *their_logit);
-                }
-            }
-            const ClassifierGradient g = gradient_constants(args, target, all, dloss);
-            if (target.read && writes) {
-                wait_for_phase(&memory.obeyed[mail.slot], mail.phase ^ 1);
-                if (lane == 0) memory.gradient[mail.slot] = g;
-                warp_arrive(&memory.decided[mail.slot]);
-            }
-            if (rank == 0 && lane == 0) write_scalars<extras>(args, row, target, all);
-            if (!target.read) continue;
-            if (column < args.V) {
-                write_columns<false, extras, true>(edge, column, target, g, args);
-                if (target.dlogits && target.ignored) target.dlogits[column] = (floatX)0.0f;
-            }
-            mail.next(kMails);
-        }
+        cluster.barrier_wait(std::move(barriers_made));
     } else {
-        const unsigned me = threadIdx.x - plan.readers * kWarpSize, threads = plan.writers * kWarpSize;
-        const unsigned mine = me * x128::size, apart = threads * x128::size;
-        const unsigned writer = warp - plan.readers, of_chunk = vectors_of(plan.chunk, writer, plan.writers);
-        x128 nothing;
-        for (int k = 0; k < x128::size; k++) nothing[k] = (floatX)0.0f;
-        for (long long row = first; row < args.N; row += step) {
-            const ClassifierTarget<floatX> target = describe_target(args, row, next_id);
-            next_id = target_at(row + step);
-            const Cut cut(target.logits, args.V);
-            const float all_over = target.ignored ? 0.0f : (float)NAN;
-            if (!target.read) {  // the gradient is the same all over
-                fill_columns(target.dlogits, 0, args.V, all_over, rank * threads + me, ranks * threads);
-            } else {
-                wait_for_phase(&memory.decided[mail.slot], mail.phase);
-                const ClassifierGradient g = memory.gradient[mail.slot];
-                warp_arrive(&memory.obeyed[mail.slot]);
-                mail.next(kMails);
-                const bool alike = same_alignment(target), leaves = target.dlogits && alike;
-                const bool zeros = target.dlogits && target.ignored;
-                auto each_chunk = [&](auto write) {  // write(the chunk, its number of vectors, the first one's column)
-                    for (unsigned v = begin; v < cut.vectors; v += stride) {
-                        wait_for_phase(&memory.full[ring.slot], ring.phase);
-                        write((floatX *)(memory.ring + ring.slot * plan.chunk), min(plan.chunk, cut.vectors - v),
-                              cut.head + v * x128::size);
-                        if (leaves) ptx::fence_proxy_async(ptx::space_shared);  // what was stored is for a bulk copy
-                        warp_arrive(&memory.done[ring.slot]);
-                        ring.next(plan.stages);
-                    }
-                };
-                // A second store to one element, by the same thread, as in write_columns.
-                auto put_target = [&](floatX *chunk, unsigned i, unsigned j) {
-                    const unsigned k = target.index - j - i;
-                    if (k < x128::size) chunk[i + k] = (floatX)g.at_target;
-                };
-                if (leaves && !zeros && !target.probs) {
-                    each_chunk([&](floatX *chunk, unsigned count, unsigned j) {
-                        const unsigned n = count == plan.chunk ? of_chunk : vectors_of(count, writer, plan.writers);
-                        with_vectors(n, [&](auto vectors) {
-                            x128 x[vectors.value];
-#pragma unroll
-                            for (unsigned u = 0; u < vectors.value; u++) x[u] = load128(chunk + mine + u * apart);
-#pragma unroll
-                            for (unsigned u = 0; u < vectors.value; u++)
-                                x[u] = gradient_of<false, extras>(x[u], g, args);
-#pragma unroll
-                            for (unsigned u = 0; u < vectors.value; u++) store128(chunk + mine + u * apart, x[u]);
-#pragma unroll
-                            for (unsigned u = 0; u < vectors.value; u++) put_target(chunk, mine + u * apart, j);
-                        });
-                        if (n * threads + me < count) {  // some lanes of a row's last
-                            const unsigned i = mine + n * apart;
-                            store128(chunk + i, gradient_of<false, extras>(load128(chunk + i), g, args));
-                            put_target(chunk, i, j);
-                        }
-                    });
-                } else if (alike) {
-                    each_chunk([&](floatX *chunk, unsigned count, unsigned j) {
-#pragma unroll 2
-                        for (unsigned i = mine; i < count * x128::size; i += apart) {
-                            const x128 x = load128(chunk + i);
-                            if (target.probs) {
-                                store128cs(target.probs + j + i, probabilities_of<false, extras>(x, g, args));
-                            }
-                            if (leaves) store128(chunk + i, zeros ? nothing : gradient_of<false, extras>(x, g, args));
-                            if (leaves) put_target(chunk, i, j);
-                        }
-                    });
-                } else {
-                    each_chunk([&](floatX *chunk, unsigned count, unsigned j) {
-                        for (unsigned i = me; i < count * x128::size; i += threads) {
-                            write_columns<false, extras, true>(load_packed<one>(chunk + i), j + i, target, g, args);
-                            if (zeros) target.dlogits[j + i] = (floatX)0.0f;
-                        }
-                    });
-                }
-            }
-            zero_columns(target.dlogits, args.V, args.P, rank * threads + me, ranks * threads);
-            zero_columns(target.probs, args.V, args.P, rank * threads + me, ranks * threads);
+        cluster.barrier_wait(std::move(barriers_made));
+        if (warp < plan.readers) {
+            read_rows<floatX, extras>(args, block);
+        } else if (warp == clerk) {
+            merge_rows<floatX, extras>(args, block);
+        } else {
+            write_rows<floatX, extras>(args, block);
         }
     }
-    cluster.sync();  // nobody leaves while others may tell it something
+    cluster.sync();
 }
 
 template <typename floatX, Extras extras>

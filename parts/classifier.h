@@ -246,8 +246,8 @@ __device__ float sum_of(const float (&values)[width]) {
 // Sees vectors, whose first columns are `stride` apart: first what the largest value is, then the sums.
 template <bool softcap, Extras extras, typename floatX, int width, int count>
 __device__ void update_max(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count], unsigned column,
-                            unsigned stride, const ClassifierTarget<floatX> &target,
-                            const ClassifierArguments<floatX> &args) {
+                           unsigned stride, const ClassifierTarget<floatX> &target,
+                           const ClassifierArguments<floatX> &args) {
     float largest = -FLT_MAX, slope;
 #pragma unroll
     for (int u = 0; u < count; u++) {
@@ -271,7 +271,7 @@ __device__ void update_max(RunningSoftmax &seen, const Packed<floatX, width> (&x
 }
 template <bool softcap, Extras extras, typename floatX, int width, int count>
 __device__ void update_sums(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count],
-                         const ClassifierArguments<floatX> &args) {
+                            const ClassifierArguments<floatX> &args) {
     const float max_scaled = seen.max * args.gap_scale;
     float sums[count], gap_sums[count], slope;
 #pragma unroll

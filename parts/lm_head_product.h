@@ -236,9 +236,8 @@ struct TargetColumns {
 // Writes the gradients of the warp's 16 rows and of 64 columns, those of box b of the tile, to `box` in shared memory.
 // The gradients of an ignored row are 0.
 template <bool softcap, Extras extras, typename floatX>
-__device__ void fill_box(char *box, const float (&sums)[128], unsigned b, unsigned column,
-                         const TargetColumns &targets, const ClassifierGradient (&g)[2],
-                         const ClassifierArguments<floatX> &args) {
+__device__ void fill_box(char *box, const float (&sums)[128], unsigned b, unsigned column, const TargetColumns &targets,
+                         const ClassifierGradient (&g)[2], const ClassifierArguments<floatX> &args) {
     const unsigned lane = threadIdx.x % kWarpSize;
 #pragma unroll
     for (unsigned i = 0; i < 4; i++) {
