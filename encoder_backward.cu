@@ -43,9 +43,9 @@ namespace bookends {
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
-// Adds to row (C), in double, the rows of dout (N, C) at `count` positions: those that hold one id for a row of dwte,
-// those with one t for a row of dwpe. dout is anything that an offset indexes: a pointer to any float type, or values
-// made on demand. size (C), unless null, collects the magnitudes: what the rounding errors of a sum are measured by.
+// Adds to row (C), in double, the rows of dout (N, C) at `count` positions: the positions of one id for a row of dwte,
+// those of one t for a row of dwpe. dout is anything that an offset indexes: a pointer to any float type, or values
+// made on demand. size (C), unless null: the magnitudes are added to it, the scale of the rounding errors.
 template <typename Table>
 void encoder_backward_cpu(double *row, double *size, const Table &dout, const int *positions, long long count, int C) {
     for (long long k = 0; k < count; k++) {
@@ -62,12 +62,12 @@ void encoder_backward_cpu(double *row, double *size, const Table &dout, const in
 
 // Default: += , rounded to nearest.
 struct GradientStore {
-    bool overwrite;   // the sums replace what is there, and rows that nobody asks for become zero
-    bool stochastic;  // 16-bit results are rounded up or down at random, so that they are right on average
-    uint64_t seed;    // of that
+    bool overwrite;   // the sums replace the old values; rows of dwte without positions become zero
+    bool stochastic;  // 16-bit results are rounded up or down at random, and are right on average
+    uint64_t seed;    // of stochastic rounding
 };
 
-// 16 random bits for element i, the same whatever the kernel. SplitMix64 (Steele, Lea, Flood 2014), a word for four.
+// 16 random bits for element i, the same in every kernel. SplitMix64 (Steele, Lea, Flood 2014), a word for 4 elements.
 __device__ inline unsigned rounding_bits(uint64_t seed, size_t i) {
     return (unsigned)(mix64(seed + (i / 4 + 1) * 0x9e3779b97f4a7c15ull) >> (i % 4 * 16)) & 0xffff;
 }
@@ -75,8 +75,9 @@ __device__ inline unsigned rounding_bits(uint64_t seed, size_t i) {
 __device__ inline half round_toward_zero(float x, half) { return __float2half_rz(x); }
 __device__ inline __nv_bfloat16 round_toward_zero(float x, __nv_bfloat16) { return __float2bfloat16_rz(x); }
 
-// x rounded to a neighbour in floatX: to the one further from zero with a probability that is the way to it from the
-// other one, in steps of 2^-16. What nearest rounding makes an infinity becomes one, so that an overflow still shows.
+// x rounded to one of its two neighbours in floatX, inner and outer (further from zero). The probability of outer is
+// (x - inner) / (outer - inner), in steps of 2^-16. Where rounding to nearest gives an infinity, so does this: an
+// overflow still shows.
 template <typename floatX>
 __device__ floatX round_stochastic(float x, unsigned random) {
     const floatX nearest = (floatX)x, inner = round_toward_zero(x, floatX());
@@ -93,9 +94,10 @@ __device__ floatX round_stochastic(float x, unsigned random) {
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
 
-// An element a thread, and its row is wherever the id says. Neighbouring threads add to neighbouring addresses, but an
-// atomic of 2 bytes is a whole trip to the L2, and on one hot id they queue there. The order of the additions is that
-// of arrival, and 16-bit gradients are rounded at each.
+// A thread for each element adds it to both gradients. Neighbouring threads add to neighbouring addresses, but each
+// atomic of 2 bytes is a separate operation of the L2, and those for one address wait for each other: 0.56 ms with
+// uniform ids, 35 ms with zipf ids (H200, bf16, B 64, C 768). The additions come in order of arrival: the bits differ
+// from run to run. 16-bit gradients are rounded at each addition.
 template <typename floatX, typename gradX>
 __global__ void encoder_backward_kernel1(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
                                          status_word *status, long long N, int T, int C, int V) {
@@ -112,8 +114,10 @@ __global__ void encoder_backward_kernel1(gradX *dwte, gradX *dwpe, const floatX 
     if (dwpe) atomicAdd(dwpe + t * C + c, d);
 }
 
-// The textbook's other end: a thread has a column to itself and walks through all positions, so nobody else adds there.
-// No atomics and one order, but C threads are few, and each waits for memory at every step.
+// A thread for each column loops over all positions. No other thread adds to that column: no atomics, and one order, so
+// the same bits each time. But there are only C threads, and each waits for memory at every position. Where atomics do
+// not queue, this is much slower than version 1: 119 times at B 8 with uniform ids (H200, bf16, C 768). Where they do,
+// it is faster: 42 ms against 212 at B 64 with equal ids. Kept as the plainest deterministic version.
 template <typename floatX, typename gradX>
 __global__ void encoder_backward_kernel2(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
                                          status_word *status, long long N, int T, int C, int V) {
@@ -132,7 +136,10 @@ __global__ void encoder_backward_kernel2(gradX *dwte, gradX *dwpe, const floatX 
     }
 }
 
-// Kernel 1 with 16 bytes of dout a thread: one load, and one or two atomics where kernel 1 needs eight of each.
+// Kernel 1 with 16 bytes of dout for each thread: one load, and one atomic on each gradient where kernel 1 needs eight
+// (two with fp32 gradients of 16-bit dout). 5.6 times faster at B 64 with uniform ids (H200, bf16, C 768). Slower than
+// version 1 by a tenth in one measured case: fp32 gradients of bf16 dout. The order of the additions is still that of
+// arrival, and equal ids still wait: 0.66 ms with equal ids at B 64, 0.10 with uniform ones.
 template <typename floatX, typename gradX>
 __global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
                                          status_word *status, long long N, int T, int C, int V) {
@@ -158,8 +165,8 @@ __global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX 
 // ---- gradients, from version 4 on ----
 
 // `width` neighbouring elements of a row, in accesses of at most 16 bytes. Rows of dout and partial sums are loaded
-// from the L2, past L1: each is read once here, and what other blocks have stored meanwhile must be seen. Rows of a
-// gradient are done with when they have been here once, which the streaming accesses tell the L2: it should hold dout.
+// past L1: a block reads each once, and partial sums are stored by other blocks meanwhile. Rows of a gradient are read
+// and written once, by streaming accesses: the L2 should hold dout in their place.
 template <typename T, int width>
 struct Columns {
     static constexpr int part = width < Packed128<T>::size ? width : Packed128<T>::size;
@@ -201,7 +208,7 @@ Gradient<gradX> dwpe_of(gradX *dwpe, const GradientStore &store) {
     return {dwpe, !store.overwrite, mix64(store.seed + 0x6a09e667f3bcc909ull)};
 }
 
-// Zeros, if the gradient is overwritten or the thread has no column: another thread stores there.
+// The old values at `at`; zeros if the gradient is overwritten, or if the thread has no column (not `active`).
 template <typename gradX, int width>
 __device__ void load_old(Columns<gradX, width> &old, const Gradient<gradX> &gradient, size_t at, bool active) {
     if (gradient.accumulate && active) {
@@ -351,27 +358,33 @@ __global__ void encoder_backward_kernel4_dwpe(Gradient<gradX> dwpe, const floatX
     store_new<stochastic>(dwpe, i, sum, old);
 }
 
-// ---- grouped: adding up what parts/group_positions.h has grouped ----
+// ---- grouped: the sums over the groups of parts/group_positions.h ----
 
-// Kernel 3 sends N*C elements to the L2 as atomics, twice. If it is known which positions hold an id, their rows of
-// dout can be added up in registers: dwte then sees each of its rows once each way, as plain loads and stores, and the
-// order is fixed. To know it takes two small kernels over the ids (4 bytes a position, where dout has 2*C). Then, for
-// the ids 7 3 7 9 7, kernel 5 has a team of 16 lanes for each group: dwte[7] += dout[0] + dout[2] + dout[4], and so on.
-// A short group is one team's work; a long one is cut into pieces.
+// Kernel 4 gives a group of any length to one warp, and has work for each id of the vocabulary. Here:
+// - Two kernels group the positions, in bins that fit into shared memory. Their cost follows the positions alone.
+// - A team of 16 lanes adds up a short group. For the ids 7 3 7 9 7: dwte[7] += dout[0] + dout[2] + dout[4].
+// - A group of 64 positions or more is cut into pieces of 32, one for each team, and their sums are added up in a tree.
+//   So a frequent id is work for many teams, and the order of the additions depends on the group's length alone.
+// - dwpe's sums are in the same launch as dwte's.
+//
+// Cost: 3 launches; dout is read twice. Against version 3 on an H200, in bf16 with C 768: 7.3 times faster at B 64 with
+// equal ids, 1.6 times with zipf ids. Slower where few atomics meet: by 4% at B 64 with uniform ids, and 1.6 times at
+// B 8, where the grouping, some 12 us, takes longer than it saves. Kept since its bits are the same each time, and as
+// the base of versions 6 and 7.
 
-// dwpe's sums over b are cut in the same way, in longer pieces: rows of dout that lie T apart are found without a list.
+// dwpe's sums over b are cut in the same way, in longer pieces: they need no list of positions.
 constexpr int kBatchPiece = 64;
 __host__ __device__ inline int batch_pieces(int B) { return B < 2 * kBatchPiece ? 1 : B / kBatchPiece; }
 
-// What lies in the workspace.
+// The arrays in the workspace.
 struct Scratch {
     Groups groups;
-    unsigned *arrived;  // (partial_rows, slices), see meet
-    float *partials;    // (partial_rows, C): a row for each place of a long piece, then for each of dwpe's pieces
+    unsigned *arrived;  // (partial_rows, slices): arrivals at a node of the tree, see add_pieces()
+    float *partials;    // (partial_rows, C): a row for each place in long_pieces, then for each of dwpe's pieces
 };
 
-// sum += row(first) + ... + row(count-1), in that order; at(k) is where the columns of row(k) are, asked for in that
-// order too. in_flight rows are on their way at once; of the rest half as many, and so on.
+// sum += row(first) + ... + row(count-1), in that order. at(k) is the address of row(k)'s columns, called in that order
+// too. in_flight rows are loaded at once; of the rest half as many, and so on.
 template <typename T, int in_flight, int width, typename At>
 __device__ void add_rows(float (&sum)[width], int first, int count, At at) {
 #pragma unroll 1
@@ -388,12 +401,12 @@ __device__ void add_rows(float (&sum)[width], int first, int count, At at) {
     if constexpr (in_flight > 1) add_rows<T, in_flight / 2>(sum, first, count, at);
 }
 
-// A team of 16 lanes adds up rows for one slice of the columns: in bf16, 16 bytes of 16 lanes are 256 bytes of a row.
+// A team of 16 lanes adds up rows in one slice of the columns: 16 vectors, in bf16 256 bytes of a row.
 constexpr int kLanes = 16;
 __device__ inline unsigned team_mask() { return 0xffffu << (threadIdx.y % 2 * kLanes); }
 
-// Counts one more arrival; true for the last of `expected`. What the others stored before they arrived is then visible
-// to the whole team: by way of lane 0, whose fences speak for the lanes that it has met.
+// Counts the team's arrival; true for the last of `expected` teams. All that the other teams stored before they arrived
+// is then visible to this team: lane 0's fences cover lanes already synchronised with it.
 __device__ inline bool arrive_last(unsigned *counter, unsigned expected) {
     unsigned before = 0;
     __syncwarp(team_mask());
@@ -407,28 +420,28 @@ __device__ inline bool arrive_last(unsigned *counter, unsigned expected) {
     return before == expected - 1;
 }
 
-// Which columns a thread has.
+// A thread's columns.
 struct Slice {
     unsigned number, count;  // which slice of how many
     unsigned c;              // the thread's first column
-    bool active;             // false: the slice ends before; the thread goes along in the slice's first columns
+    bool active;             // false: past the last column; the thread reads the slice's first columns, stores nothing
 };
 
-// Whose sum a team has.
+// The piece of a sum that a team has added up.
 struct Piece {
     unsigned row;        // of the gradient
     int number, pieces;  // which piece of how many
-    size_t place;        // row of the partial sums for the group's first piece; the others follow
+    size_t place;        // row of the partial sums for the first piece; the others follow
 };
 
-// The pieces of a long group meet in a tree: of every kFan neighbours, the last to arrive adds all their sums in order,
-// stores that in the first one's place, and goes on to the level above; from the last level it goes to the gradient. So
-// nobody waits, no further kernel is needed, and the order of the additions depends on the length of the group alone.
+// Adds up the pieces of a sum in a tree. Of every kFan neighbours, the last team to arrive adds up their sums in order,
+// stores the result in the place of the first, and goes on to the next level; from the last level, to the gradient. No
+// team waits, no further kernel is needed, and the order of the additions depends on the number of pieces alone.
 constexpr int kFan = 16;
 
 template <bool stochastic, typename gradX, int width>
-__device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece, const Scratch &scratch, Slice slice,
-                     size_t C) {
+__device__ void add_pieces(float (&sum)[width], Gradient<gradX> gradient, Piece piece, const Scratch &scratch,
+                           Slice slice, size_t C) {
     float *const partials = scratch.partials + slice.c;
     size_t stride = 1, mine = piece.place + piece.number;  // stride: between the places of neighbours on a level
 #pragma unroll 1
@@ -437,8 +450,8 @@ __device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece,
 #pragma unroll
         for (int k = 0; k < width; k++) partial[k] = sum[k];
         if (slice.active) partial.store(partials + mine * C);
-        // A node of one child has its sum already; the others span more places than there are levels: one to count in
-        // for each level.
+        // A node of one child has its sum already. Any other node spans more places than there are levels, so node +
+        // level is a unique counter.
         const int first = piece.number / kFan * kFan, children = min(kFan, piece.pieces - first);
         const size_t node = piece.place + first * stride;
         if (children > 1) {
@@ -459,21 +472,20 @@ __device__ void meet(float (&sum)[width], Gradient<gradX> gradient, Piece piece,
     store_new<stochastic>(gradient, piece.row * C + slice.c, sum, old);
 }
 
-// Who does what: of the blocks for one slice, the first are dwpe's, then come the pieces of long groups and the short
-// groups. Behind all slices come the blocks that zero the rows of dwte that no position asks for.
+// The grid. Of the blocks for one slice, the first are dwpe's, then come those of the long pieces and of the short
+// groups. After all slices come the blocks that zero the rows of dwte without positions.
 //
-// If a slice of dout is larger than the L2 (Groups::ordered), dwpe's and the long pieces' blocks take turns: kRanges
-// times so many of each, both in the order of the positions, so that the rows of hot ids are still there for the second
-// reader.
+// If a slice of dout is larger than the L2 (Groups::ordered), the blocks of dwpe and of the long pieces alternate in
+// kRanges turns, both in order of the positions: rows of frequent ids are then still in the L2 for their second reader.
 struct Blocks {
-    unsigned dwpe, long_pieces;  // at each turn
+    unsigned dwpe, long_pieces;  // in each turn
     unsigned turns;              // 1 or kRanges
     unsigned short_groups;
     unsigned zeros;
-    unsigned ahead;       // slices that dwpe does ahead of dwte
-    bool slice_by_slice;  // else all slices of a block's work are neighbours
+    unsigned ahead;       // slices by which dwpe is ahead of dwte
+    bool slice_by_slice;  // false: all slices of a block's work are neighbours
 };
-constexpr int kPositionsPerTeam = 16;                  // of the short groups, about
+constexpr int kPositionsPerTeam = 16;                  // of short groups, about
 constexpr unsigned kMostUnordered = (48 << 20) / 256;  // rows of a slice of 256 bytes that the L2 of an H200 holds
 
 // The parameters of kernel 5.
@@ -489,10 +501,11 @@ struct Sums {
     Blocks blocks;
 };
 
-// The sum of dwpe's piece i. Returns false if that is all: there is no such piece, or it was the only one of its row,
-// which has been stored. Needs no groups.
+// Role dwpe: adds up piece i of dwpe's sums. Returns false if nothing is left to do: there is no such piece, or it was
+// the only one of its row, and has been stored. Needs no groups.
 template <bool stochastic, typename floatX, typename gradX, int width>
-__device__ bool sum_batch(float (&sum)[width], Piece &piece, const Sums<floatX, gradX> &job, Slice slice, unsigned i) {
+__device__ bool sum_dwpe_piece(float (&sum)[width], Piece &piece, const Sums<floatX, gradX> &job, Slice slice,
+                               unsigned i) {
     const unsigned T = job.T, t = i % T, number = i / T, pieces = batch_pieces(job.B);
     if (number >= pieces) return false;
     piece = {t, (int)number, (int)pieces, job.scratch.groups.long_places() + (size_t)t * pieces};
@@ -527,11 +540,11 @@ __device__ bool sum_batch(float (&sum)[width], Piece &piece, const Sums<floatX, 
     return pieces > 1;
 }
 
-// The place in long_pieces of piece i of this turn, or long_places() if there is none. All turns have the same number of
-// pieces, in order of the ranges in which they begin.
+// The place in long_pieces of piece i of this turn, or long_places() if there is none. Every turn has the same number
+// of pieces, in order of the ranges in which they begin.
 __device__ inline unsigned ordered_place(const Groups &groups, unsigned turn, unsigned i) {
     const unsigned mine = threadIdx.x < kRanges ? groups.range_counts[threadIdx.x] : 0;
-    unsigned through = mine;  // pieces up to and with this lane's range
+    unsigned through = mine;  // pieces in the ranges up to this lane's, inclusive
     for (int offset = 1; offset < kLanes; offset *= 2) {
         const unsigned before = __shfl_up_sync(team_mask(), through, offset, kLanes);
         if (threadIdx.x >= (unsigned)offset) through += before;
@@ -545,7 +558,7 @@ __device__ inline unsigned ordered_place(const Groups &groups, unsigned turn, un
     return groups.order[range * groups.range_size() + k - before];
 }
 
-// The sum of the piece in place i of the long groups. Returns false if there is none.
+// Role long pieces: adds up the piece in place i of long_pieces. Returns false if there is none.
 template <typename floatX, typename gradX, int width>
 __device__ bool sum_long_piece(float (&sum)[width], Piece &piece, const Sums<floatX, gradX> &job, Slice slice,
                                unsigned i) {
@@ -562,8 +575,8 @@ __device__ bool sum_long_piece(float (&sum)[width], Piece &piece, const Sums<flo
     return true;
 }
 
-// Adds up block x's share of the short groups: block x is for bin x % bins, and the teams of all blocks for that bin
-// take turns in its list. A team loads the next entry of the list before it adds up the rows of this one.
+// Role short groups: adds up block x's share of them, and stores the sums. Block x has bin x % bins; the teams of all
+// blocks of a bin take the entries of its list in turn. A team loads its next entry before it adds up the rows of this.
 template <bool stochastic, int width, typename floatX, typename gradX>
 __device__ void sum_short_groups(const Sums<floatX, gradX> &job, Slice slice, unsigned x) {
     const Groups &groups = job.scratch.groups;
@@ -591,8 +604,8 @@ __device__ void sum_short_groups(const Sums<floatX, gradX> &job, Slice slice, un
     } while (i < bin.count);
 }
 
-// Zeroes the rows of those of the 32 ids from 32*word on that no position holds. A warp writes a whole row: DRAM takes
-// long runs of writes at the speed of a memset, but not pieces of 256 bytes between reads.
+// Role zero rows: of the 32 ids from 32*word on, zeroes the rows of those without positions. A warp writes a whole row:
+// DRAM takes long runs of writes at the speed of a memset, but not pieces of 256 bytes between reads.
 template <int width, typename floatX, typename gradX>
 __device__ void zero_rows(const Sums<floatX, gradX> &job, unsigned word) {
     const unsigned V = job.scratch.groups.V, first = word * 32;
@@ -609,15 +622,20 @@ __device__ void zero_rows(const Sums<floatX, gradX> &job, unsigned word) {
     }
 }
 
-// All that is left once the positions are grouped. A team adds up the rows of a piece and stores the sum, or lets it
-// meet those of the group's other pieces; a team of the short groups goes on to the next one.
+// All sums, once the positions are grouped: chooses the role of the block. A team of dwpe or of the long pieces adds up
+// one piece, then goes on to the tree; a team of the short groups adds up and stores one group after the other.
 //
-// Slice by slice: blocks start in order of x, then y, then z (nothing promises it, and no result depends on it), so all
-// work on one slice of the columns is done before the next begins. A slice of dout is small enough for the L2: what
-// dwpe's blocks have read in long runs, dwte's read again from there, in whatever order the ids want. dwpe needs no
-// groups, so its first slices go ahead.
+// Slice by slice: blocks start in order of x, then y, then z, so almost all work on one slice of the columns is done
+// before the next begins. (CUDA does not promise the order, and no result depends on it.) One slice of dout fits into
+// the L2: dwpe reads it in long runs, dwte then reads it from the L2, in the order of the ids. dwpe needs no groups, so
+// it is `ahead` slices ahead.
+//
+// The choice of the role stays in the kernel: as a function that returns a struct, it costs 10 registers with fp32
+// (nvcc 13). Single elements (width 1) are bound to 32 registers, two blocks of 1024 threads on a multiprocessor:
+// without the bound, 42 registers leave room for two thirds of these. With stochastic rounding 32 would spill.
 template <typename floatX, typename gradX, int width, bool stochastic>
-__global__ void __launch_bounds__(1024) encoder_backward_kernel5(Sums<floatX, gradX> job) {
+__global__ void __launch_bounds__(1024, width == 1 && !stochastic ? 2 : 0)
+    encoder_backward_kernel5(Sums<floatX, gradX> job) {
     const Blocks &blocks = job.blocks;
     const unsigned slices = ceil_div(job.C, (unsigned)(kLanes * width)), yz = blockIdx.z * gridDim.y + blockIdx.y;
     const unsigned per_turn = blocks.dwpe + blocks.long_pieces, pieces = blocks.turns * per_turn;
@@ -631,7 +649,7 @@ __global__ void __launch_bounds__(1024) encoder_backward_kernel5(Sums<floatX, gr
     const unsigned x = blocks.slice_by_slice ? blockIdx.x : yz, turn = x / per_turn;
     unsigned s = blocks.slice_by_slice ? yz : blockIdx.x, i = x % per_turn;
     const bool for_dwpe = x < pieces && i < blocks.dwpe;
-    if (blocks.slice_by_slice) {  // two ahead: dwpe 0; dwpe 1, dwte 0; dwte 1; dwpe 2, dwte 2; dwpe 3, dwte 3; ...
+    if (blocks.slice_by_slice) {  // 2 ahead: dwpe 0; dwpe 1, dwte 0; dwte 1; dwpe 2, dwte 2; dwpe 3, dwte 3; ...
         if (for_dwpe && s == blocks.ahead) return;
         if (!for_dwpe || s > blocks.ahead) s--;
     }
@@ -644,8 +662,8 @@ __global__ void __launch_bounds__(1024) encoder_backward_kernel5(Sums<floatX, gr
     float sum[width] = {};
     if (for_dwpe) {
         i = (turn * blocks.dwpe + i) * blockDim.y + threadIdx.y;
-        if (!sum_batch<stochastic>(sum, piece, job, slice, i)) return;
-        wait_for_previous_kernel();  // for the counters that meet() needs, which the tile kernel zeroes
+        if (!sum_dwpe_piece<stochastic>(sum, piece, job, slice, i)) return;
+        wait_for_previous_kernel();  // for the counters of add_pieces(), which the tile kernel zeroes
     } else {
         wait_for_previous_kernel();
         if (x >= pieces) return sum_short_groups<stochastic, width>(job, slice, x - pieces);
@@ -656,7 +674,7 @@ __global__ void __launch_bounds__(1024) encoder_backward_kernel5(Sums<floatX, gr
     // Member by member: of a choice between two structs, the compiler would make copies in local memory.
     const Gradient<gradX> gradient = {for_dwpe ? job.dwpe.data : job.dwte.data, job.dwte.accumulate,
                                       for_dwpe ? job.dwpe.seed : job.dwte.seed};
-    meet<stochastic>(sum, gradient, piece, job.scratch, slice, job.C);
+    add_pieces<stochastic>(sum, gradient, piece, job.scratch, slice, job.C);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -688,7 +706,7 @@ inline cudaError_t encoder_backward_refusal(int B, int T, int block_size) {
     return valid_block_size(block_size) && (long long)B * T <= INT32_MAX ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// What the gradients are before anything is added: zeros where they are overwritten.
+// Zeroes the gradients that are overwritten.
 template <typename gradX>
 cudaError_t encoder_backward_zero(gradX *dwte, gradX *dwpe, int T, int C, int V, GradientStore store,
                                   cudaStream_t stream) {
@@ -707,7 +725,7 @@ bool rows_allow(int C, const floatX *dout, gradX *dwte, gradX *dwpe) {
     return vector_width(width, C, dout) == width && vector_width(grad_width, C, dwte, dwpe) == grad_width;
 }
 
-// How versions 1 to 3 begin.
+// The first steps of versions 1 to 3.
 template <typename gradX>
 cudaError_t encoder_backward_begin(gradX *dwte, gradX *dwpe, int B, int T, int C, int V, GradientStore store,
                                    int block_size, cudaStream_t stream) {
@@ -741,7 +759,7 @@ cudaError_t encoder_backward2(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                          inp, status, N, T, C, V);
 }
 
-// Rows that 16 bytes don't divide, or that start elsewhere, go to version 1.
+// Version 1 where rows are not aligned to 16 bytes.
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward3(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
@@ -837,7 +855,7 @@ inline size_t partial_rows(const Groups &groups, int B, int T) {
     return groups.long_places() + (batch_pieces(B) > 1 ? (size_t)T * batch_pieces(B) : 0);
 }
 
-// The arrays in the workspace, one after the other. Returns what lies behind the last.
+// The arrays in the workspace, one after the other. Returns the end of the last.
 inline char *lay_out_scratch(Scratch *scratch, char *workspace, int B, int T, int C) {
     const size_t rows = partial_rows(scratch->groups, B, T);
     workspace = scratch->groups.lay_out(workspace);
@@ -846,11 +864,11 @@ inline char *lay_out_scratch(Scratch *scratch, char *workspace, int B, int T, in
     return workspace;
 }
 
-// Whether the pieces of long groups are wanted in order: only if dwpe reads dout in that order too.
+// Whether the pieces of long groups are read in order of position: where dwpe reads dout in that order too.
 inline bool wants_order(unsigned N, int B) { return N > kMostUnordered && batch_pieces(B) > 1; }
 
-// Bytes of workspace that versions 5 on need, at any alignment: about 50 a position, 4*C for each 32 positions, and a
-// bit for each id.
+// Bytes of workspace that versions 5 on need, at any alignment: about 50 for each position, 4*C for each 32 positions,
+// and a bit for each id.
 inline size_t encoder_backward_workspace_bytes(int B, int T, int C, int V) {
     if ((long long)B * T * C == 0) return 0;
     const unsigned N = (unsigned)B * T;
@@ -859,9 +877,9 @@ inline size_t encoder_backward_workspace_bytes(int B, int T, int C, int V) {
     return lay_out_scratch(&scratch, begin, B, T, C) - begin + 15;
 }
 
-// Groups the positions, then adds up, 16 bytes of dout a lane, or an element where rows are not so aligned. overlap:
-// each kernel starts as soon as the one before it has, and waits where it needs it (programmatic dependent launch,
-// compute capability 9.0; without it, this is the same as without overlap).
+// Groups the positions, then adds up: 16 bytes of dout for each lane, or one element where rows are not so aligned.
+// overlap: each kernel starts while the one before it runs, and waits for its results where it needs them (programmatic
+// dependent launch, compute capability 9.0; without it, the same as without overlap).
 template <typename floatX, typename gradX, int width = Packed128<floatX>::size>
 cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                                      void *workspace, int B, int T, int C, int V, GradientStore store,
@@ -937,7 +955,7 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
     return launch_kernel(config, encoder_backward_kernel5<floatX, gradX, width, false>, job);
 }
 
-// All slices of a row are neighbours.
+// All slices of a piece or a group are done by neighbouring blocks.
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward5(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
@@ -946,22 +964,24 @@ cudaError_t encoder_backward5(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                                     block_size, stream);
 }
 
-// Slices of 256 bytes (of dout, in 16-bit types). Nsight Compute, on an H200 at B = 64, T = 1024, C = 768: with uniform
-// ids DRAM reads 170 MB, where dout and the rows of dwte are 157; without slices it reads dout twice.
+// Version 5 in another order of the blocks: slice by slice, in 16-bit types 256 bytes of each row of dout. One slice of
+// dout stays in the L2 between its two readers. Nsight Compute, on an H200 at B = 64, T = 1024, C = 768: with uniform
+// ids DRAM reads 170 MB, where dout and the rows of dwte are 157; without slices it reads dout twice. The launches are
+// those of version 5. 1.17 times as fast as version 5 at B 64 with uniform ids (bf16, C 768). No gain where all of dout
+// fits into the L2 (B 8), and 2% slower there with zipf ids. Kept as the base of version 7.
 //
-// What it took, and what did not help:
-// - Few long-lived teams: with 4 positions a team instead of 16, it is the starting of blocks that takes the time. But
-//   few slices at once: so the list of short groups is walked through by teams, and its next entry is loaded early.
-// - Groups of one position behind the others: the two teams of a warp wait for each other where their loops differ.
-// - Streaming accesses to the gradients only: on dout too they make dwte's second look at it a miss.
-// - A first version of the grouping had every bin read all ids, to save the tile kernel and its launch: the
-//   instructions that look at an id cost more than that, and one hot id kept one block busy for 30 us. Hence tiles and
-//   runs.
-// - Rows of dout through shared memory with cp.async, any number on their way: twice as slow, since each row then
-//   passes a loop of its own with its own bookkeeping. A warp a group with 8 bytes a lane: no two teams that wait for
-//   each other, but twice the instructions. 32 lanes of 16 bytes: a slice is 512 bytes then, and dout's outgrows the
-//   L2.
-// What is left: 6 of 16 warps a scheduler, waiting for L2 and DRAM, both of which are half to three quarters busy.
+// What helped:
+// - Few teams that live long: with 4 positions for each team in place of 16, most of the time goes into the start of
+//   blocks. But few slices at once: so a team walks through the list of short groups, and loads its next entry early.
+// - Groups of one position after the others: the two teams of a warp wait for each other where their loops differ.
+// - Streaming accesses to the gradients only: with streaming loads of dout, dwte's reads of it miss the L2.
+// - Tiles and runs in the grouping. In its first version every bin read all ids. That saved the tile kernel and its
+//   launch, but took more instructions, and one frequent id kept one block busy for 30 us.
+// What did not help:
+// - Rows of dout through shared memory with cp.async: twice as slow, since each row then needs a loop of its own.
+// - A warp for each group, 8 bytes for each lane: no teams that wait for each other, but twice the instructions.
+// - 32 lanes of 16 bytes: a slice is 512 bytes wide then, and does not fit into the L2.
+// What is left: 6 of 16 warps of a scheduler, which wait for L2 and DRAM; both are half to three quarters busy.
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward6(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
@@ -970,8 +990,9 @@ cudaError_t encoder_backward6(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                                     block_size, stream);
 }
 
-// The groups are ready after some 12 us, and until then most of the GPU has nothing to do: dwpe's first two slices fill
-// that time.
+// Version 6 with overlap. The groups are ready after some 12 us, in which most of the GPU is idle; dwpe's first two
+// slices need no groups, and fill that time. On an H200, 1.01 to 1.26 times as fast as version 6 over all measured
+// shapes, most at B 8. Below compute capability 9.0 it is version 6.
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward7(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,

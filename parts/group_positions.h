@@ -1,26 +1,26 @@
 // Groups the positions of a list of ids on the GPU: which positions hold the same id. For encoder_backward.cu.
 //
-// Interface: Groups describes the result and the arrays that it takes; lay_out() places them in a workspace, and
-// group_positions() launches the two kernels that fill them. A group is all positions that hold one id, in ascending
-// order, so a sum over a group in that order has the same bits each time. Readers find short groups in one list a bin
-// (short_lists, short_groups) and long groups, cut into pieces of kPiece positions, in long_pieces. Ids outside 0..V-1
-// are in no group. Time and memory follow the number of positions; of V they have one bit an id, and only if `present`
-// is asked for.
+// Interface: Groups describes the result and its arrays; lay_out() places them in a workspace; group_positions()
+// launches the two kernels that fill them. A group is all positions of one id, in ascending order: a sum over a group
+// in that order has the same bits each time. Short groups are in one list for each bin (short_lists, short_groups).
+// Long groups are cut into pieces of kPiece positions (long_pieces). Ids outside 0..V-1 are in no group. Time and
+// memory follow the number of positions; of V there is one bit for each id, if `present` is wanted.
 //
-// It works much like a radix sort, at 4 bytes a position. For the ids 7 3 7 9 7 at the positions 0 to 4:
+// The method resembles a radix sort, at 4 bytes a position. For the ids 7 3 7 9 7 at the positions 0 to 4:
 //
-//   tile kernel   equal ids of a warp become runs:  7 at {0,2,4}, 3 at {1}, 9 at {3}; dealt out to bins by their hash
-//   bin kernel    runs of an id become its group:   3: {1}   7: {0,2,4}   9: {3}
+//   tile kernel   equal ids of a warp become a run: 7 at {0,2,4}, 3 at {1}, 9 at {3}; runs go to buckets by their hash
+//   bin kernel    the runs of an id become a group: 3: {1}   7: {0,2,4}   9: {3}
 //
-// A tile is kTile neighbouring positions, a bin a range of hashes; a run is one id's positions in a warp of a tile.
+// A tile is kTile neighbouring positions. A run is the positions of one id in one warp of a tile. A bin is a range of
+// hashes, a bucket a power of two of neighbouring bins.
 #pragma once
 #include "../common.h"
 #include "launch.h"
 
 namespace bookends {
 
-// Groups of 2*kPiece positions and more are cut, so that one hot id is work for many: every piece but the last has
-// kPiece positions, and the last one up to 2*kPiece - 1.
+// Groups of 2*kPiece positions and more are cut, so that one frequent id is work for many teams: every piece but the
+// last has kPiece positions, the last one up to 2*kPiece - 1.
 constexpr int kPiece = 32;
 static_assert(kPiece >= kWarpSize, "a run, which is a warp's at most, begins one piece at most");
 __host__ __device__ inline int pieces_of(int length) { return length < 2 * kPiece ? 1 : length / kPiece; }
@@ -29,11 +29,12 @@ __host__ __device__ inline int pieces_of(int length) { return length < 2 * kPiec
 struct HashRange {
     unsigned begin, size;
     __device__ bool contains(unsigned hash) const { return hash - begin < size; }
+    __device__ bool is_above(unsigned hash) const { return hash < begin; }
 };
 
-// Each bin is a range of hashes and one block's work in shared memory; each bucket is a power of two of neighbouring
-// bins. The tile kernel tells buckets apart, the bin kernel the bins of its bucket.
-constexpr int kBinIds = 512;        // different ids that a bin has room for at once
+// All arithmetic from ids to hashes, buckets, bins and ranges. A bin is one block's work in shared memory. The tile
+// kernel sorts by bucket; the bin kernel selects from its bucket the ids of its range.
+constexpr int kBinIds = 512;        // capacity: different ids of a bin at once
 constexpr int kBinPositions = 512;  // of a bin, about
 constexpr int kMaxBuckets = 512;
 struct Bins {
@@ -43,9 +44,9 @@ struct Bins {
     Bins(unsigned N, int V) {
         const unsigned ids = std::min(N, (unsigned)std::max(V, 1));  // different ones, at most
         auto too_few = [&] {
-            return ids / count() > kBinIds - 5 * 22 ||  // a bin's share of random ids, with 5 standard deviations
+            return ids / count() > kBinIds - 5 * 22 ||  // a bin's share of random ids, and 5 standard deviations
                    (count() < kMaxBuckets && N / count() > kBinPositions) ||
-                   (count() < 128 && ids / count() > 64);  // short work for many blocks rather than long work for few
+                   (count() < 128 && ids / count() > 64);  // enough blocks for the multiprocessors
         };
         while (count() < (unsigned)std::max(V, 1) && too_few()) log2_count++;
         while (log2_buckets < log2_count && buckets() < kMaxBuckets) log2_buckets++;
@@ -53,10 +54,10 @@ struct Bins {
     __host__ __device__ unsigned count() const { return 1u << log2_count; }
     __host__ __device__ int buckets() const { return 1 << log2_buckets; }
 
-    // Neighbouring (often similarly frequent) ids get distant hashes, different ids different ones: Fibonacci hashing
-    // (Knuth, The Art of Computer Programming, volume 3, 6.4).
+    // Different ids have different hashes, and neighbouring (often similarly frequent) ids distant ones: Fibonacci
+    // hashing (Knuth, The Art of Computer Programming, volume 3, 6.4).
     __device__ static unsigned hash(int id) { return (unsigned)id * 0x9e3779b1u & ((1u << kHashBits) - 1); }
-    __device__ int bucket_of_hash(unsigned hash) const { return hash >> (kHashBits - log2_buckets); }
+    __device__ int bucket_of_id(int id) const { return hash(id) >> (kHashBits - log2_buckets); }
     __device__ int bucket_of_bin(unsigned bin) const { return bin >> (log2_count - log2_buckets); }
     __device__ HashRange range(unsigned bin) const {
         const unsigned size = 1u << (kHashBits - log2_count);
@@ -71,40 +72,38 @@ struct alignas(16) Run {
     unsigned unused;
 };
 
-// What a tile has for a bucket.
+// The part of a tile that belongs to a bucket.
 struct alignas(8) TilePart {
-    unsigned short first_run, runs;  // among the tile's runs, which lie bucket after bucket
-    unsigned short lower;            // how many positions it has in lower buckets
+    unsigned short first_run, runs;  // first index and number among the tile's runs, which lie bucket after bucket
+    unsigned short lower;            // number of the tile's positions in lower buckets
     unsigned short unused;
 };
 
 // The short groups of a bin.
 struct ShortList {
-    unsigned begin;  // where in short_groups they begin
+    unsigned begin;  // index of the first in short_groups
     unsigned count;
 };
 
 // A group of one piece.
 struct alignas(16) ShortGroup {
     int id, length;
-    unsigned at0, at1;  // its positions, if they are one or two; else at0 says where in Groups::positions they begin
+    unsigned at0, at1;  // length 1 or 2: its positions; longer: at0 is the index of the first in Groups::positions
 };
 
 // A piece of a group that is cut.
 struct alignas(16) LongPiece {
     int id, length;  // of the whole group; length 0: no piece here
-    int first;       // where in Groups::positions the piece begins
-    int number;      // which piece of the group it is
+    int first;       // index of the piece's first position in Groups::positions
+    int number;      // of the piece in its group
 };
 
-// Long pieces can be had by where they begin: in order of these ranges, which divide the positions evenly.
+// kRanges ranges divide the positions evenly. `order` lists the long pieces by the range of their first position.
 constexpr int kRanges = 16;
 
 constexpr int kTile = 1024, kTileWarps = kTile / kWarpSize;
 
-// The arrays, in the order in which they lie in the workspace. A piece of a group that is cut is kPiece long at least:
-// so first / kPiece + bin is a number that no other piece has, and the pieces of a group have neighbouring ones. It is
-// the piece's place in long_pieces.
+// The arrays, in their order in the workspace.
 struct Groups {
     unsigned N;  // positions
     int V;       // ids are 0..V-1
@@ -113,24 +112,27 @@ struct Groups {
     TilePart *tile_parts;      // (buckets, tiles)
     ShortList *short_lists;    // bins.count()
     ShortGroup *short_groups;  // N
-    unsigned *positions;       // N, group after group, bin after bin; but those of groups of one or two are not stored
+    unsigned *positions;       // N, bin after bin, group after group; those of groups of one or two are not stored
     LongPiece *long_pieces;    // long_places()
     unsigned *present;         // a bit for each id: whether any position holds it
-    bool ordered;              // whether there are the following two
-    unsigned *range_counts;    // kRanges: how many long pieces begin in each range of the positions
-    unsigned *order;           // (kRanges, range_size()): where in long_pieces those of a range are, in any order
+    bool ordered;              // whether the following two exist
+    unsigned *range_counts;    // kRanges: number of long pieces that begin in each range
+    unsigned *order;           // (kRanges, range_size()): the places of a range's long pieces, in any order
 
     Groups(unsigned count, int vocabulary, bool with_order)
         : N(count), V(vocabulary), bins(count, vocabulary), ordered(with_order) {}
     char *lay_out(char *workspace);
+    // The place in long_pieces of this bin's piece that begins at positions[first]. Long pieces have at least kPiece
+    // positions, so this is a unique index; the indices of a bin are contiguous, and so are those of a group.
+    __device__ unsigned long_place(int first, unsigned bin) const { return first / kPiece + bin; }
     __host__ __device__ unsigned long_places() const { return N / kPiece + bins.count(); }
-    // Pieces begin at different positions, so no range has more of them than positions. A tile lies in one range.
+    // Pieces begin at different positions: a range has at most as many pieces as positions. A tile lies in one range.
     __host__ __device__ unsigned range_size() const {
         return ceil_div(ceil_div(N, (unsigned)kTile), (unsigned)kRanges) * kTile;
     }
 };
 
-// Takes `count` elements of the workspace, from a multiple of 16 bytes on.
+// Takes `count` elements of the workspace, at the next multiple of 16 bytes.
 template <typename T>
 void take_array(T **array, char **workspace, size_t count) {
     *workspace = (char *)(((uintptr_t)*workspace + 15) / 16 * 16);
@@ -138,16 +140,16 @@ void take_array(T **array, char **workspace, size_t count) {
     *workspace += count * sizeof(T);
 }
 
-// First kernel: a block a tile of the positions, a thread a position. Equal ids in a warp become one run, so that a hot
-// id is no more work than others; the tile's runs are then written bucket after bucket, in ascending order within each.
-// Zeroes what later kernels count in: `counters`, range_counts, and `present` if it is wanted.
+// First kernel: a block for each tile, a thread for each position. Equal ids in a warp become one run, so a frequent id
+// costs no more than others. The tile's runs are written bucket after bucket, in order of position within each. Zeroes
+// the counters of later kernels: `counters`, range_counts, and `present` if it is wanted.
 inline size_t tile_shared_bytes(const Bins &bins) { return kTileWarps * bins.buckets() * sizeof(int); }
 
 static __global__ void __launch_bounds__(kTile)
     group_tile_kernel(Groups groups, const int *inp, status_word *status, bool mark_present, unsigned *counters,
                       size_t counter_count) {
     start_next_kernel();
-    extern __shared__ int shared[];  // (warps, buckets): a warp's runs in a bucket, then where they go
+    extern __shared__ int shared[];  // (warps, buckets): number of a warp's runs in a bucket, then their first index
     const int buckets = groups.bins.buckets(), tile = blockIdx.x, tiles = gridDim.x;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const unsigned p = (unsigned)tile * kTile + threadIdx.x;
@@ -161,13 +163,13 @@ static __global__ void __launch_bounds__(kTile)
     if (groups.ordered && p < kRanges) groups.range_counts[p] = 0;
     __syncthreads();
 
-    const int bucket = good ? groups.bins.bucket_of_hash(Bins::hash(id)) : -1;
+    const int bucket = good ? groups.bins.bucket_of_id(id) : -1;
     const unsigned below = (1u << lane) - 1;
     const unsigned same_id = __match_any_sync(0xffffffffu, good ? id : -1);
     const unsigned same_bucket = __match_any_sync(0xffffffffu, bucket);
     const bool leader = good && (same_id & below) == 0;
     const unsigned leaders = __ballot_sync(0xffffffffu, leader) & same_bucket;
-    // Runs in the lower half of a word, positions in the upper one: a tile has at most kTile of each.
+    // The lower half of a word counts runs, the upper half positions: a tile has at most kTile of each.
     if (good && (same_bucket & below) == 0) {
         shared[warp * buckets + bucket] = __popc(leaders) | __popc(same_bucket) << 16;
     }
@@ -194,23 +196,23 @@ static __global__ void __launch_bounds__(kTile)
     }
 }
 
-// ---- the bin kernel, step by step ----
+// ---- the steps of the bin kernel ----
 
-// What a block has in shared memory. An id's number in the bin is its slot in the hash table.
+// A block's shared memory. The index of an id in its bin is its slot in the hash table.
 constexpr int kBinWarps = 16;
 struct BinTable {
-    int counts[kBinWarps][kBinIds];  // how many of each id a warp has; then where the warp's next one goes
+    int counts[kBinWarps][kBinIds];  // number of a warp's positions of each id; then the index of its next one
     int ids[kBinIds];                // the hash table; kFree: no id here
     int length[kBinIds];             // of each id's group
-    int begin[kBinIds];              // where the group begins in positions
-    int place[kBinIds];              // where the group is in short_groups, if it is short
-    int lower;                       // how many positions lower bins have
+    int begin[kBinIds];              // index of the group's first position in positions
+    int place[kBinIds];              // index of the group in short_groups, if it is short
+    int lower;                       // number of positions in lower bins
     int full;                        // whether an id found no slot
 
     static constexpr int kFree = -1, kProbes = 64;
 
-    // Calls probe(slot) for one slot after the other until it returns true: which slot that was, or -1 for none of the
-    // first kProbes. The step is odd, so no slot comes twice.
+    // Calls probe(slot) for slot after slot until it returns true, and returns that slot, or -1 after kProbes slots.
+    // The step is odd, so no slot comes twice.
     template <typename Probe>
     __device__ static int search(int id, Probe probe) {
         const unsigned hash = Bins::hash(id), mixed = (hash ^ hash >> 16) * 0x85ebca6bu, step = mixed >> 12 | 1;
@@ -230,7 +232,7 @@ struct BinTable {
     __device__ int find(int id) const {
         return search(id, [&](unsigned slot) { return ids[slot] == id; });
     }
-    // For all threads of a block. Leaves `lower` as it is.
+    // Called by all threads of a block. Does not change `lower`.
     __device__ void clear() {
         for (int i = threadIdx.x; i < kBinWarps * kBinIds; i += blockDim.x) (&counts[0][0])[i] = 0;
         for (int i = threadIdx.x; i < kBinIds; i += blockDim.x) ids[i] = kFree;
@@ -238,9 +240,9 @@ struct BinTable {
     }
 };
 
-// Each warp has a stretch of the tiles, and goes through their runs in a bucket in ascending order, 32 at a time: it
-// calls take(run) with one run for each lane; mask 0 means no run. The runs for the next call are loaded before. Returns
-// the lane's share of the positions that these tiles have in lower buckets.
+// Each warp walks through the bucket's runs in a stretch of the tiles, in order of position, 32 runs at a time: each
+// lane calls take(run), with mask 0 if it has no run. The next 32 runs are loaded before the call. Returns the lane's
+// share of the stretch's positions in lower buckets.
 template <typename Take>
 __device__ int for_each_run(const Groups &groups, int bucket, int tiles, Take take) {
     constexpr unsigned whole_warp = 0xffffffffu;
@@ -250,10 +252,10 @@ __device__ int for_each_run(const Groups &groups, int bucket, int tiles, Take ta
     int lower = 0;
 #pragma unroll 1
     for (int some = begin; some < end; some += kWarpSize) {
-        TilePart part = {0, 0, 0, 0};  // a tile a lane
+        TilePart part = {0, 0, 0, 0};  // a tile for each lane
         if (some + lane < end) part = groups.tile_parts[(size_t)bucket * tiles + some + lane];
         lower += part.lower;
-        int through = part.runs;  // runs up to and with this lane's tile
+        int through = part.runs;  // runs in the tiles up to this lane's, inclusive
         for (int offset = 1; offset < kWarpSize; offset *= 2) {
             const int before = __shfl_up_sync(whole_warp, through, offset);
             if (lane >= offset) through += before;
@@ -289,17 +291,18 @@ __device__ inline int sum_of_counts(int count, unsigned lanes) {
     return sum;
 }
 
-// Counts how many positions each warp has of each id in the range, and gives the ids their slots. Returns the thread's
+// First round: gives each id in the range a slot, and counts each warp's positions of each id. Returns the thread's
 // share of the positions in lower bins.
 __device__ inline int count_ids(BinTable &table, const Groups &groups, int tiles, HashRange range) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    const unsigned below = (1u << lane) - 1, bin_begin = groups.bins.range(blockIdx.x).begin;
+    const unsigned below = (1u << lane) - 1;
+    const HashRange bin = groups.bins.range(blockIdx.x);
     int lower = 0;
     const int in_lower_buckets =
         for_each_run(groups, groups.bins.bucket_of_bin(blockIdx.x), tiles, [&](const Run &run) {
             const unsigned hash = Bins::hash(run.id);
             int count = __popc(run.mask);
-            if (hash < bin_begin) lower += count;
+            if (bin.is_above(hash)) lower += count;
             if (!range.contains(hash)) count = 0;
             const unsigned same = __match_any_sync(0xffffffffu, count > 0 ? run.id : -1);
             const int all = sum_of_counts(count, same);
@@ -316,9 +319,10 @@ __device__ inline int count_ids(BinTable &table, const Groups &groups, int tiles
     return lower + in_lower_buckets;
 }
 
-// A thread for each slot: where its id's positions go, and the group's place among the short groups; groups of one
-// position come behind the others, so that neighbours have as much to do. begin, place: where the first ones go.
-// Returns how many positions (`count`: short groups) there are.
+// Between the rounds: sums over warps and ids give the first index of each warp's positions of each id, and the group's
+// place in short_groups. A thread for each slot. Groups of one position come after the others, so that neighbours take
+// equally long. begin, place: the first free index in positions and in short_groups. Returns the numbers of positions
+// and of short groups.
 struct Listed {
     int positions, short_groups;
 };
@@ -354,8 +358,8 @@ __device__ inline Listed list_groups(BinTable &table, const Groups &groups, bool
     return {(int)(sums >> 20), several_count + single_count};
 }
 
-// Puts the positions of the ids in the range where they belong: into `positions`, or, of groups of one or two, into
-// short_groups; and lists the pieces of groups that are cut.
+// Second round: writes the positions of the ids in the range, those of groups of one or two into short_groups, all
+// others into `positions`; and lists the pieces of long groups.
 __device__ inline void place_positions(BinTable &table, const Groups &groups, int tiles, HashRange range) {
     constexpr unsigned whole_warp = 0xffffffffu;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -377,14 +381,14 @@ __device__ inline void place_positions(BinTable &table, const Groups &groups, in
         const int number = ceil_div(offset, kPiece), pieces = pieces_of(total);
         if (pieces > 1 && number < pieces && number * kPiece < offset + count) {  // a piece begins in this run
             const int piece = at + number * kPiece - offset;
-            const unsigned place = piece / kPiece + blockIdx.x;
+            const unsigned place = groups.long_place(piece, blockIdx.x);
             groups.long_pieces[place] = {run.id, total, piece, number};
             if (groups.ordered) {
                 const unsigned r = run.base / groups.range_size();
                 groups.order[r * groups.range_size() + atomicAdd(&groups.range_counts[r], 1u)] = place;
             }
         }
-        // A run's positions: the few of a short run one after the other, those of a long one all at once.
+        // The positions of a short run are written by its lane, one by one; those of a long run by the warp, at once.
         constexpr int few = 8;
         if (total > 2 && count < few) {
             for (unsigned rest = run.mask; rest != 0; rest &= rest - 1)
@@ -400,11 +404,24 @@ __device__ inline void place_positions(BinTable &table, const Groups &groups, in
     });
 }
 
-// Second kernel: a block a bin. It gathers the runs of its ids, tile after tile, and counts each id; sums over the
-// warps and the ids then say where each warp's positions of each id go, and a second round puts them there: in
-// ascending order within a group, whatever ran first. Where its part of the arrays begins follows from how many
-// positions the tiles have in lower buckets, so no block waits for another. A bin with more ids than its table holds is
-// done by parts: of half its hashes, or half of that, and so on.
+// Second kernel: a block for each bin.
+//
+//   position      0        1        2        3        4
+//   id            7        3        7        9        7
+//                 |        |        |        |        |     tile kernel: runs, in order of their bucket
+//   runs          9:{3}         7:{0,2,4}        3:{1}
+//                 |               |              |          Bins::hash
+//   hashes  0 ....9........|......7.......|......3.......|..............| 2^31
+//   bins        bin 0           bin 1          bin 2          bin 3          bucket 0: bins 0, 1; bucket 1: bins 2, 3
+//                 |               |           |      |
+//   ranges       all             all        half   half    a bin with more ids than its table holds: in parts
+//                 |               |                  |
+//   groups      9:{3}        7:{0,2,4}             3:{1}   in order of the bins; positions ascend within a group
+//
+// In each range, two rounds over the runs of the bucket: the first counts each id, the second writes the positions.
+// Neither depends on the order in which warps or blocks run. The bin's first index in the arrays is the number of
+// positions in lower bins, known from the tiles' counts: no block waits for another. If the table is full, the range is
+// halved, until its ids fit.
 static __global__ void __launch_bounds__(kBinWarps *kWarpSize)
     group_bin_kernel(Groups groups, int tiles, bool mark_present) {
     start_next_kernel();
@@ -413,7 +430,7 @@ static __global__ void __launch_bounds__(kBinWarps *kWarpSize)
     const unsigned bin = blockIdx.x;
     HashRange range = groups.bins.range(bin);
     const unsigned range_end = range.begin + range.size;
-    int list_begin = 0, begin = 0, short_groups = 0;  // begin: of what is not done yet
+    int list_begin = 0, begin = 0, short_groups = 0;  // begin: index of the range's first position
     if (threadIdx.x == 0) table.lower = 0;
     for (bool first = true; range.begin != range_end; first = false) {
         table.clear();
@@ -430,9 +447,10 @@ static __global__ void __launch_bounds__(kBinWarps *kWarpSize)
             continue;
         }
         const Listed listed = list_groups(table, groups, mark_present, begin, list_begin + short_groups);
-        // Bad ids are in no list: up to where the last one could end, there are no pieces.
+        // Positions with bad ids are in no group; the last bin clears the places that they leave over.
         const int end = bin == gridDim.x - 1 ? groups.N : begin + listed.positions;
-        for (int i = begin / kPiece + bin + threadIdx.x; i <= (int)(end / kPiece + bin); i += blockDim.x) {
+        for (int i = groups.long_place(begin, bin) + threadIdx.x; i <= (int)groups.long_place(end, bin);
+             i += blockDim.x) {
             groups.long_pieces[i] = {0, 0, 0, 0};
         }
         __syncthreads();
@@ -447,7 +465,7 @@ static __global__ void __launch_bounds__(kBinWarps *kWarpSize)
 
 // ---- the interface ----
 
-// Places the arrays one after the other, each at a multiple of 16 bytes. Returns what lies behind the last.
+// Places the arrays one after the other, each at a multiple of 16 bytes. Returns the end of the last.
 inline char *Groups::lay_out(char *workspace) {
     const size_t tiles = ceil_div(N, (unsigned)kTile);
     take_array(&runs, &workspace, tiles * kTile);
@@ -465,9 +483,9 @@ inline char *Groups::lay_out(char *workspace) {
 }
 
 // Launches the kernels that fill the arrays of `groups`, for inp (groups.N > 0 ids). Lowers *status to the position of
-// the first bad id. mark_present: `present` is wanted too. counters: as many zeros as counter_count are written there,
-// which saves the caller a launch. early: the second kernel, like the caller's next, starts as soon as the one before
-// has (programmatic dependent launch, compute capability 9.0). Returns the first error of a launch.
+// the first bad id. mark_present: `present` is wanted too. counters: counter_count zeros are written there, which saves
+// the caller a launch. early: the second kernel starts while the first runs, as the caller's next may while the second
+// does (programmatic dependent launch, compute capability 9.0). Returns the first error of a launch.
 inline cudaError_t group_positions(const Groups &groups, const int *inp, status_word *status, bool mark_present,
                                    unsigned *counters, size_t counter_count, bool early, cudaStream_t stream) {
     const unsigned tiles = ceil_div(groups.N, (unsigned)kTile);
