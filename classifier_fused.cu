@@ -86,14 +86,6 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
 
-// Blocks of 1024 threads that a multiprocessor holds at once, for the launch bounds of versions 1 to 4: two leave 32
-// registers a thread. Without this bound the compiler takes 42 to 52 registers, and half of the threads do not fit.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100)
-constexpr int kResidentBlocks = 2;
-#else
-constexpr int kResidentBlocks = 1;  // 1536 threads a multiprocessor
-#endif
-
 // A warp a row: its lanes keep a maximum and a sum each, scaled anew whenever the maximum grows (Milakov and Gimelshein
 // 2018), so that one read does for both; shuffles put the lanes' together. Then the row is read again and written. Some
 // 8000 rows are on their way at once on a large GPU, which is far more than its L2 holds: three times the row's bytes
