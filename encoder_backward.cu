@@ -1003,10 +1003,9 @@ cudaError_t encoder_backward7(gradX *dwte, gradX *dwpe, const floatX *dout, cons
 
 template <typename floatX, typename gradX>
 constexpr Version<EncoderBackward<floatX, gradX>> encoder_backward_versions[] = {
-    {1, "atomics", "a thread for each element adds it with atomics", encoder_backward1<floatX, gradX>, 256,
-     kNotReproducible},
-    {2, "no atomics", "a thread for each column loops over all positions", encoder_backward2<floatX, gradX>, 32},
-    {3, "x128 atomics", "16 bytes for each thread", encoder_backward3<floatX, gradX>, 256, kNotReproducible},
+    {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, kNotReproducible},
+    {2, "no atomics", "a thread a column, which loops over all positions", encoder_backward2<floatX, gradX>, 32},
+    {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, kNotReproducible},
     {4, "plain groups", "positions listed by id; a warp adds up an id's rows and stores the sum once",
      encoder_backward4<floatX, gradX>, 256},
     {5, "grouped", "positions grouped by id; a group's rows are added up and stored once",

@@ -1,15 +1,15 @@
 /*
 Token + position embedding, the first layer of a GPT:   out[b,t,:] = wte[inp[b,t],:] + wpe[t,:]
 
-There is one addition for each element; all else is the movement of rows. The fewest bytes: each row of wte with a
-position once, wpe once, inp once, out once. Models with rotary positions (Llama, Gemma, Qwen) have no wpe: it is null
-then, and out holds rows of wte.
+The arithmetic is one addition an element; the rest is moving rows. The fewest bytes: each distinct row of wte that
+inp asks for once, wpe once, inp once, out once. Models whose positions are rotary (Llama, Gemma, Qwen) have no wpe: it
+is null then, and out holds rows of wte.
 
-version 1  per token: a thread for each position loops over C
-version 2  parallel: a thread for each element, so neighbouring threads read neighbouring addresses
-version 3  x128: 16 bytes for each thread, one load instruction where version 2 needs eight
-version 4  rows in flight: each thread keeps 16 bytes of wpe[t] and loads four rows of the batch at once
-version 5  slices: all positions for one slice of the columns, then the next: repeated ids are found in the L2
+version 1  per token: a thread a position, which loops over C
+version 2  parallel: a thread an element, so neighbouring threads touch neighbouring addresses
+version 3  x128: a thread 16 bytes, one load instruction where version 2 needs eight
+version 4  rows in flight: a thread keeps its 16 bytes of wpe[t] and reads four rows of the batch at once
+version 5  slices: kernel 4, all positions for one slice of the columns, then the next: a repeated id meets the L2
 
 Measured on an NVIDIA H200, B64 T1024 C768 V50257 bf16 uniform, cold:
   1  per token          0.9209 ms    4.1% of copy
@@ -32,9 +32,9 @@ namespace bookends {
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
-// Rows first..last-1 of out, as (B*T, C), in double. wte (V, C) and wpe (T, C) are anything that an offset indexes: a
-// pointer to any float type, or values made on demand; without `positions` wpe is not read. The row of an id outside
-// 0..V-1 is NaN.
+// Rows first..last-1 of out, seen as (B*T, C), in double. wte (V, C) and wpe (T, C) are anything that an offset
+// indexes: a pointer to any float type, or values made on demand; without `positions` wpe is not read. A position whose
+// id is outside 0..V-1 becomes NaN.
 template <typename Table>
 void encoder_forward_cpu(double *out, const int *inp, const Table &wte, const Table &wpe, bool positions,
                          long long first, long long last, int T, int C, int V) {
@@ -50,14 +50,14 @@ void encoder_forward_cpu(double *out, const int *inp, const Table &wte, const Ta
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
 
-// An element of wpe; -0 without wpe: x + -0 is x for every x, 0 and -0 included.
+// An element of wpe; without a table -0, which added to a number gives that number, 0 and -0 included.
 template <typename floatX>
 __device__ float position_value(const floatX *wpe, long long i) {
     return wpe ? (float)wpe[i] : -0.0f;
 }
 
-// The textbook loop: a thread for each position. The 32 threads of a warp read 32 rows, so each load instruction
-// touches 32 sectors of memory, and uses 2 bytes of each (in 16-bit types).
+// The textbook loop. A warp's 32 threads stand 32 rows apart: each load instruction touches 32 sectors of memory for
+// 2 bytes out of each.
 template <typename floatX>
 __global__ void encoder_forward_kernel1(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
                                         status_word *status, long long N, int T, int C, int V) {
@@ -72,8 +72,8 @@ __global__ void encoder_forward_kernel1(floatX *out, const int *inp, const float
     }
 }
 
-// A thread for each element: a warp reads neighbouring addresses, so each sector is used whole. 3.5 times as fast as
-// version 1 (H200, bf16, B 64, C 768, uniform ids). The cost: two divisions, three loads and a store for each element.
+// A thread an element: the same bytes, now coalesced. What is left is instructions: two divisions, three loads and a
+// store for every 2 bytes of result.
 template <typename floatX>
 __global__ void encoder_forward_kernel2(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
                                         status_word *status, long long N, int T, int C, int V) {
@@ -85,9 +85,8 @@ __global__ void encoder_forward_kernel2(floatX *out, const int *inp, const float
     out[i] = good ? (floatX)((float)wte[id * C + c] + position_value(wpe, t * C + c)) : quiet_nan<floatX>();
 }
 
-// 16 bytes for each thread: an eighth of the threads and of the instructions (in 16-bit types). 3.8 times as fast as
-// version 2 (same shape). Each thread waits for its id, then for one row, and exits: 16 bytes in flight for each thread
-// are too few to keep the memory busy. No gain where rows are not aligned to 16 bytes (C 769): that is version 2.
+// A thread 16 bytes: an eighth of the threads and of the instructions (in 16-bit types). Each thread still waits for
+// its id, then for one row, and is gone: 16 bytes in flight a thread are too few to keep the memory busy.
 template <typename floatX>
 __global__ void encoder_forward_kernel3(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
                                         status_word *status, long long N, int T, int C, int V) {
@@ -111,19 +110,18 @@ __global__ void encoder_forward_kernel3(floatX *out, const int *inp, const float
     store128(out + i, packed_out);
 }
 
-// Each thread has one vector of the columns in `rows` positions: neighbours in the batch with the same t, so that the
+// A thread owns one vector of the columns in `rows` positions: neighbours in the batch with the same t, so that the
 // vector of wpe is read once and kept in registers; or, where `rows` does not divide B, neighbours in t (along_t). The
-// ids are loaded together, then the rows: rows x 16 bytes in flight for each thread, and one wait for ids. 1.4 times as
-// fast as version 3 (H200, bf16, B 64, C 768, uniform ids), and faster at all measured shapes. Positions past the end
-// repeat the last one: the same thread stores the same value twice.
+// ids, then the rows, are loaded together: `rows` x 16 bytes a thread are on their way instead of 16, and the wait for
+// an id is paid once for all of them. Positions past the end repeat the last one: the same value, stored twice by the
+// same thread.
 //
-// What the compiler and the memory need for that (H200):
-// - The loads are plain, and none depends on a condition: a bad id reads row 0 and is corrected later. With __ldg, or
-//   inside an `if (good)`, the compiler moves loads below the stores of other rows to save registers, and one row is in
-//   flight.
+// What it took to get that from the compiler, and out of the memory (H200):
+// - The loads are plain, and none hangs on a condition: a bad id reads row 0 and is put right later. With __ldg, or
+//   inside an `if (good)`, loads sink below other rows' stores to save registers, and one row is in flight.
 // - No division: block and grid have one dimension each for columns, batch and t. The machine code of a kernel is cold
-//   too: each 128 bytes of it fetched before the first load delay everything at small sizes.
-// - The stores are plain. Streaming stores (st.cs) gain nothing, and the next layer no longer finds out in the L2.
+//   too, and every 128 bytes of it that are fetched before the first load delay everything at small sizes.
+// - The stores are plain. Streaming hints (st.cs) gain nothing, and cost the next layer, which finds out in the L2.
 //
 // blockIdx.z is the slice of the columns. Blocks start in order of x, then y, then z, so all positions are done for one
 // slice before the next begins. Unless along_t, `rows` divides B. positions: whether there is a wpe.
@@ -173,13 +171,13 @@ __global__ void __launch_bounds__(1024)
 // ---------------------------------------------------------------------------------------------------------------------
 // launchers
 
-// Every launcher:  out (B, T, C), written; inp (B, T) int32; wte (V, C); wpe (T, C), or null: nothing is added to the
-// rows of wte. Row-major, device memory, aligned to their element only. out must not overlap the inputs. status: a
-// status word that the caller set to kStatusOk, or null. The row of an id outside 0..V-1 becomes NaN, *status is
-// lowered to the first such position, and nothing outside the tables is read. block_size: a multiple of 32 up to 1024,
-// else cudaErrorInvalidValue. Nothing is allocated or synchronised. Returns the error of the launch, and cudaSuccess
-// without a launch when there is no work. A pending CUDA error stays pending. Versions 3 to 5 fall back on the version
-// before for shapes that they do not cover: copy that along.
+// Every launcher:  out (B, T, C), which is written; inp (B, T) int32; wte (V, C); wpe (T, C), or null: nothing is added
+// to the rows of wte. Row-major, device memory, aligned to their element only. status: one status word that the caller
+// set to kStatusOk, or null. out must not overlap the inputs. A position with an id outside 0..V-1 becomes a row of
+// NaN, and status says which came first; nothing outside the tables is read. block_size: a multiple of 32 up to 1024,
+// else cudaErrorInvalidValue. Nothing is allocated or synchronised. Returns the launch's own error, and
+// cudaSuccess without a launch when there is no work. A pending CUDA error stays pending. Versions 3 to 5 fall back on
+// the one before where a shape is beyond them, so copy those along.
 
 template <typename floatX>
 using EncoderForward = cudaError_t (*)(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
@@ -208,7 +206,7 @@ cudaError_t encoder_forward2(floatX *out, const int *inp, const floatX *wte, con
                          N, T, C, V);
 }
 
-// Version 2 where rows are not aligned to 16 bytes.
+// Rows that 16 bytes don't divide, or that start elsewhere, go to version 2.
 template <typename floatX>
 cudaError_t encoder_forward3(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
@@ -224,8 +222,8 @@ cudaError_t encoder_forward3(floatX *out, const int *inp, const floatX *wte, con
                          N, T, C, V);
 }
 
-// Kernel 4 in slices of at most slice_bytes, with the widest vector that the alignment of the rows allows. Version 3
-// for more than 2^32 - 1 positions, and beyond the limits of a grid.
+// Kernel 4 in slices of at most slice_bytes, at the widest vector that the alignment of the rows allows. Shapes beyond
+// its 32-bit positions or the limits of a grid go to version 3.
 template <typename floatX, int width = Packed128<floatX>::size>
 cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
                                    status_word *status, int B, int T, int C, int V, int slice_bytes, int block_size,
@@ -242,9 +240,8 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
     const int rows = 4;
     const bool along_t = B % rows != 0;
     const int vectors = C / width, units_b = along_t ? B : B / rows, units_t = along_t ? ceil_div(T, rows) : T;
-    // A slice is a power of two of vectors, the last may be shorter: two slices that share a 32-byte sector of out
-    // would make the L2 read it back from DRAM before it is complete. The batch comes before t in a block, so that
-    // neighbours read the same wpe.
+    // A slice is a power of two of vectors, the last one may be short: slices that share a 32-byte sector of out would
+    // make the L2 read it back from DRAM before it is whole. Then the batch, so that neighbours read the same wpe.
     const int lanes = std::min({slice_bytes / (width * (int)sizeof(floatX)), block_size, vectors});
     const int block_b = std::min(units_b, block_size / lanes), block_t = std::min(64, block_size / lanes / block_b);
     const dim3 block(lanes, block_b, block_t);
@@ -260,27 +257,24 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
     return launch_kernel(kernel, grid, block, 0, stream, out, inp, rows_of_wte, wpe, status, B, T, C, V);
 }
 
-// One slice as wide as the block: whole rows, where the block covers one.
+// Slices as wide as a block: whole rows, where a block covers one.
 template <typename floatX>
 cudaError_t encoder_forward4(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
     return encoder_forward_slices(out, inp, wte, wpe, status, B, T, C, V, INT32_MAX, block_size, stream);
 }
 
-// Kernel 4 in slices of 256 bytes. Of B*T = 65536 uniform ids, 37 to 51 thousand are distinct. One slice of their rows
-// is 9 to 13 MB and stays in the L2 while all positions pass; whole rows are 56 to 420 MB. So a row comes from DRAM
-// once, however often its id occurs. Nsight Compute, with this access pattern on an H200: 58 MB read in place of 78 at
-// C = 768, and 459 in place of 560 at C = 4096, the fewest possible. Slices of 128 bytes cost more in DRAM than they
-// save.
+// Slices of 256 bytes. Of B*T = 65536 uniform ids, 37 to 51 thousand are distinct: one such slice of their rows is 9 to
+// 13 MB and stays in the L2 while all positions pass, where whole rows are 56 to 420 MB. So a row comes from DRAM once,
+// however often it is asked for. Nsight Compute, of this access pattern on an H200: 58 MB read instead of 78 at C = 768
+// and 459 instead of 560 at C = 4096, the fewest there are. Slices of 128 bytes cost more in DRAM than they save.
 //
-// The gain over version 4 is small: 0 to 4% over the measured shapes (H200), none at B 8. At C = 769 it is 4% slower:
-// rows of odd length are read element by element, and the library's default is version 4 there.
-//
-// What is left: DRAM moves the fewest bytes, but slower than in a copy. Pieces of 256 bytes from everywhere switch it
-// between reads and writes, and between pages, more often than two streams do. Tried without gain: two and eight rows,
-// other orders of b and t, streaming stores, prefetch hints, fewer threads, a persistent grid, one piece of the row for
-// each multiprocessor, slices rotated by the id, bulk copies through shared memory. Keeping wte in the L2 by evict_last
-// gains, but persists after the launch: it takes the cache from the next kernel, and makes cold measurements look warm.
+// What is left: DRAM moves the fewest bytes, but not as fast as for a copy, since pieces of 256 bytes from everywhere
+// switch it between reading and writing, and between pages, more often than two streams do. Tried without gain: two and
+// eight rows, other orders of b and t, streaming stores, prefetch hints, fewer threads, a persistent grid, one piece of
+// the row for each multiprocessor, slices rotated by the id, bulk copies through shared memory. Holding wte in the L2
+// by evict_last gains, but outlives the launch: it takes the cache from the next kernel, and makes cold measurements
+// look warm.
 template <typename floatX>
 cudaError_t encoder_forward5(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
@@ -289,9 +283,9 @@ cudaError_t encoder_forward5(floatX *out, const int *inp, const floatX *wte, con
 
 template <typename floatX>
 constexpr Version<EncoderForward<floatX>> encoder_forward_versions[] = {
-    {1, "per token", "a thread for each position", encoder_forward1<floatX>, 64},
-    {2, "parallel", "a thread for each element", encoder_forward2<floatX>, 256},
-    {3, "x128", "16 bytes for each thread", encoder_forward3<floatX>, 128},
+    {1, "per token", "a thread a position", encoder_forward1<floatX>, 64},
+    {2, "parallel", "a thread an element", encoder_forward2<floatX>, 256},
+    {3, "x128", "a thread 16 bytes", encoder_forward3<floatX>, 128},
     {4, "rows in flight", "wpe in registers, four rows of the batch at once", encoder_forward4<floatX>, 128},
     {5, "slices", "a slice of the columns at a time, so that repeated ids meet the L2", encoder_forward5<floatX>, 256},
 };

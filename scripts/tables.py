@@ -36,7 +36,7 @@ DEFAULTS = {"no_positions": False, "grad_dtype": "same", "overwrite": False, "ro
             "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
             "label_smoothing": 0, "z_loss": 0, "softcap": 0, "logit_scale": 1, "ignore_every": 0,
             "gradients": "both", "forward": False, "bias": False, "tf32": False, "memory": "25%", "sweep": "none",
-            "way": "auto", "overlap": "on", "graph": False, "spread": 2, "columns": 0}
+            "graph": False, "spread": 2}
 LM_HEAD = {"grad_dtype": "fp32"}
 
 
@@ -150,7 +150,8 @@ def ladder(kernel):
             before = None
             continue
         time, ratio = record["time_ms_median"], record.get("ratio_to_gemms")
-        share = f"{ratio:5.2f}x the bare products" if ratio else f"{record['pct_of_copy']:5.1f}% of copy"
+        share = (f"{ratio:5.2f}x the bare products, scratch {record['scratch_pct_of_logits']:3.0f}% of the logits"
+                 if ratio else f"{record['pct_of_copy']:5.1f}% of copy")
         gain = f"   {before / time:.{0 if before / time >= 10 else 2}f}x the version before" if before else ""
         lines.append(f"  {number}  {record['name']:<15} {time:9.4f} ms  {share}{gain}")
         before = time

@@ -207,8 +207,8 @@ enum {
     BK_LM_HEAD_FINITE = 32 /* rows of X that are ignored hold finite numbers: saves dW a copy of X */
 };
 
-/* Makes a plan. It asks cuBLASLt for algorithms, and takes host memory, a cuBLASLt handle and a stream, so it cannot be
- * captured in a CUDA graph.
+/* Makes a plan. It asks cuBLASLt for algorithms, and takes host memory and a cuBLASLt handle, so it cannot be captured
+ * in a CUDA graph.
  *
  *   plan        receives the plan; null in case of an error
  *   N, C, V     rows, channels and vocabulary; 0 is allowed
@@ -220,7 +220,7 @@ enum {
  *   share       of all logits (N * P of dtype; P is V rounded up to a multiple of 8, from 4096 on of 128), for instance
  *               0.1; or the least that makes sense, if that is more: 128 rows, or tiles of 128 columns. 0: a quarter
  *   grad_dtype  of dW and dbias: dtype, or BK_FP32
- *   version     where version 5's own product is not to be had (lm_head.cu says where it is), it does as version 4
+ *   version     version 5 is version 4 where its own GEMM cannot run (lm_head.cu names its requirements)
  *   least       null, or receives on BK_ERROR_MEMORY the bytes that suffice, else 0
  *
  * Errors: BK_ERROR_SHAPE, BK_ERROR_DTYPE, BK_ERROR_FLAGS, BK_ERROR_OPTIONS (also for a share that is not a number from
@@ -242,7 +242,6 @@ typedef struct {
     int32_t rows;        /* of a block */
     int32_t columns;     /* of a tile */
     int32_t buffers;     /* of rows x columns logits; 0: no logits are stored */
-    int32_t overlaps;    /* 1: the classifier of a tile runs beside the products of others */
     double share;        /* bytes, of what all logits take */
     size_t bytes;        /* of the workspace; its parts are rounded up to multiples of 256: */
     size_t logits_bytes; /* all buffers */
@@ -299,9 +298,8 @@ int bk_lm_head_restore_tuning(bk_lm_head *plan, const void *blob, size_t bytes);
  * ignore_index have loss 0, and no part in any gradient, whatever X holds there (without BK_LM_HEAD_FINITE). A bad
  * target makes the loss and the row of dX NaN, and all of dW and dbias, whose sums it is a term of. Gradients are sums
  * in float of dlogits as rounded to dtype, rounded once; a 16-bit dW or dbias is the old value plus the sum over all
- * rows, rounded once. The same plan gives the same bits each time. Work on the plan's own stream begins behind what is
- * in `stream` and ends before what follows, so that the call may be captured in a CUDA graph; two runs of one plan must
- * not be under way at the same time. N of 0: nothing to do, BK_OK. With V of 0 dX is 0; with C of 0 the logits are the
+ * rows, rounded once. The same plan gives the same bits each time. Two runs of one plan must not be under way at the
+ * same time. N of 0: nothing to do, BK_OK. With V of 0 dX is 0; with C of 0 the logits are the
  * bias or 0.
  * Sources: blocks of rows are Liger Kernel's, statistics before gradients Cut Cross-Entropy's (Wijmans et al. 2024);
  * lm_head.cu says more. */

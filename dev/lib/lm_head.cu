@@ -11,30 +11,31 @@ BOOKENDS_CLASSIFIER(extern template, half);
 BOOKENDS_CLASSIFIER(extern template, __nv_bfloat16);
 
 struct bk_lm_head {
-    LmHead plan;
+    LmHead head;
+    int version;
     bk_dtype dtype, grad_dtype;
 };
 
 extern "C" void bk_lm_head_destroy(bk_lm_head *plan) {
-    if (plan) lm_head_destroy(plan->plan);
+    if (plan) lm_head_destroy(plan->head);
     delete plan;
 }
 
-// Makes the plan within so many bytes; 0: within a share of the logits, or what makes sense. least: null, or the bytes
-// that suffice if these do not.
-static int make_plan(const Call &call, LmHead &plan, LmHeadProblem problem, size_t memory, double share,
-                     size_t *least) {
+// Makes a plan of at most `memory` bytes; 0: a share of the logits, or the least that makes sense. least: null, or
+// receives the bytes that suffice if these do not.
+static int make_plan(const Call &call, LmHead &head, LmHeadProblem problem, const ClassifierOptions &options,
+                     size_t memory, double share, size_t *least) {
     const double of_logits = (share > 0 ? share : 0.25) * lm_head_logits_bytes(problem);
-    problem.enough = memory == 0;
-    problem.memory = problem.enough ? (size_t)std::min(of_logits, 0x1p62) : memory;
-    const cudaError_t error = lm_head_create(plan, problem);
-    const bool too_few = error == cudaErrorMemoryAllocation && plan.rows == 0;
-    const bool too_many = error == cudaSuccess && memory > 0 && plan.bytes > memory;  // versions 1 and 2
-    if (least && (too_few || too_many)) *least = too_few ? plan.least : plan.bytes;
-    if (too_few) return call.fail(BK_ERROR_MEMORY, "%s", plan.what);
-    if (error != cudaSuccess) return call.fail(BK_ERROR_CUDA + (int)error, "%s", plan.what);
+    problem.may_exceed_memory = memory == 0;
+    problem.memory = memory == 0 ? (size_t)std::min(of_logits, 0x1p62) : memory;
+    const cudaError_t error = lm_head_create(head, problem, options);
+    const bool too_few = error == cudaErrorMemoryAllocation && head.plan.rows == 0;
+    const bool too_many = error == cudaSuccess && memory > 0 && head.plan.bytes > memory;  // all logits are held
+    if (least && (too_few || too_many)) *least = too_few ? head.least : head.plan.bytes;
+    if (too_few) return call.fail(BK_ERROR_MEMORY, "%s", head.what);
+    if (error != cudaSuccess) return call.fail(BK_ERROR_CUDA + (int)error, "%s", head.what);
     if (!too_many) return BK_OK;
-    return call.fail(BK_ERROR_MEMORY, "%zu bytes of scratch are too few: %zu are enough", memory, plan.bytes);
+    return call.fail(BK_ERROR_MEMORY, "%zu bytes of scratch are too few: %zu are enough", memory, head.plan.bytes);
 }
 
 extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int flags,
@@ -51,13 +52,14 @@ extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int fla
     if (grad_dtype != dtype && grad_dtype != BK_FP32) {
         return call.fail(BK_ERROR_DTYPE, "grad_dtype is %d: neither dtype, %d, nor BK_FP32", grad_dtype, dtype);
     }
-    if (!find_version(lm_head_versions<float, float>, version)) return call.no_version(version);
+    const auto *const row = find_version(lm_head_versions<float, float>, version);
+    if (!row) return call.no_version(version);
     if (const int error = check_options(call, options)) return error;
     if (!(share >= 0) || std::isinf(share)) return call.fail(BK_ERROR_OPTIONS, "share is %g", share);
     if (memory > 0 && share > 0) {
         return call.fail(BK_ERROR_OPTIONS, "memory is %zu and share %g: one of them must be 0", memory, share);
     }
-    const cudaDataType_t types[] = {CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF};
+    const LmHeadType types[] = {kFp32, kFp16, kBf16};
     LmHeadProblem problem;
     problem.N = N;
     problem.C = C;
@@ -70,14 +72,13 @@ extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int fla
     problem.bias = (flags & BK_LM_HEAD_BIAS) && V > 0;
     problem.tf32 = (flags & BK_LM_HEAD_TF32) && dtype == BK_FP32;
     problem.finite = (flags & BK_LM_HEAD_FINITE) != 0;
-    problem.options = options_of(options);
-    problem.version = find_version(lm_head_versions<float, float>, version)->number;
+    problem.way = row->properties.way;
     const KeepPendingError keep;
-    bk_lm_head *const made = new (std::nothrow) bk_lm_head{{}, dtype, grad_dtype};
+    bk_lm_head *const made = new (std::nothrow) bk_lm_head{{}, row->number, dtype, grad_dtype};
     if (!made) return call.from_cuda(cudaErrorMemoryAllocation);
     int error;
     try {
-        error = make_plan(call, made->plan, problem, memory, share, least);
+        error = make_plan(call, made->head, problem, options_of(options), memory, share, least);
     } catch (const std::bad_alloc &) {
         error = call.from_cuda(cudaErrorMemoryAllocation);
     }
@@ -89,21 +90,20 @@ extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int fla
     return error;
 }
 
-extern "C" size_t bk_lm_head_workspace_bytes(const bk_lm_head *plan) { return plan ? plan->plan.bytes : 0; }
+extern "C" size_t bk_lm_head_workspace_bytes(const bk_lm_head *plan) { return plan ? plan->head.plan.bytes : 0; }
 
 extern "C" int bk_lm_head_describe(const bk_lm_head *plan, bk_lm_head_description *description, size_t size) {
     static constexpr Call call = {"bk_lm_head_describe"};
     if (const int error = call.not_null({{"plan", plan}, {"description", description}})) return error;
-    const LmHead &p = plan->plan;
-    const char *const ways[] = {"textbook", "rows", "vocabulary", "epilogue"};
+    const LmHeadPlan &p = plan->head.plan;
+    const char *const ways[] = {"textbook", "rows", "rows", "vocabulary", "epilogue"};  // of an LmHeadWay
     const double all = lm_head_logits_bytes(p.problem);
     bk_lm_head_description d = {};
     d.way = ways[p.way];
-    d.version = p.problem.version;
+    d.version = plan->version;
     d.rows = p.rows;
     d.columns = p.columns;
     d.buffers = p.buffers;
-    d.overlaps = p.overlap;
     d.share = all > 0 ? p.bytes / all : 0;
     d.bytes = p.bytes;
     d.statistics_bytes = p.statistics_bytes;
@@ -123,7 +123,7 @@ struct TuningHeader {
     char magic[8];
     uint64_t cublas, multiprocessors, compute_capability, bytes, gemm_bytes;
     char device[sizeof(cudaDeviceProp::name)];
-    int32_t sizes[4], types[2], gradients[2], cut[6], version, products;
+    int32_t sizes[4], types[2], gradients[2], cut[4], version, products;
 };
 struct TuningProduct {
     int32_t kind, rows, columns, aligned;
@@ -136,7 +136,8 @@ static uint64_t checksum(const void *bytes, size_t count) {
     return sum;
 }
 
-static cudaError_t describe_tuning(TuningHeader &header, const LmHead &plan) {
+static cudaError_t describe_tuning(TuningHeader &header, const bk_lm_head &of) {
+    const LmHeadPlan &plan = of.head.plan;
     const LmHeadProblem &p = plan.problem;
     int device = 0;
     cudaDeviceProp about;
@@ -144,7 +145,7 @@ static cudaError_t describe_tuning(TuningHeader &header, const LmHead &plan) {
     if (error == cudaSuccess) error = cudaGetDeviceProperties(&about, device);
     if (error != cudaSuccess) return error;
     memset(&header, 0, sizeof(header));
-    memcpy(header.magic, "bktune1", 8);
+    memcpy(header.magic, "bktune2", 8);
     header.cublas = cublasLtGetVersion();
     header.multiprocessors = about.multiProcessorCount;
     header.compute_capability = 10 * about.major + about.minor;
@@ -153,19 +154,19 @@ static cudaError_t describe_tuning(TuningHeader &header, const LmHead &plan) {
     memcpy(header.device, about.name, strnlen(about.name, sizeof(about.name)));
     const int32_t sizes[] = {p.N, p.C, p.V, plan.P}, types[] = {p.type, p.gradient_type};
     const int32_t gradients[] = {p.dX, p.dW | p.bias << 1 | p.dbias << 2 | p.tf32 << 3 | p.finite << 4};
-    const int32_t cut[] = {plan.way, plan.rows, plan.columns, plan.buffers, plan.overlap, plan.device.ragged};
+    const int32_t cut[] = {plan.way, plan.rows, plan.columns, plan.buffers};
     memcpy(header.sizes, sizes, sizeof(sizes));
     memcpy(header.types, types, sizeof(types));
     memcpy(header.gradients, gradients, sizeof(gradients));
     memcpy(header.cut, cut, sizeof(cut));
-    header.version = p.version;
-    header.products = (int32_t)plan.gemms.size();
+    header.version = of.version;
+    header.products = (int32_t)of.head.gemms.size();
     return cudaSuccess;
 }
 
 extern "C" size_t bk_lm_head_tuning_bytes(const bk_lm_head *plan) {
     if (!plan) return 0;
-    return sizeof(TuningHeader) + plan->plan.gemms.size() * sizeof(TuningProduct) + sizeof(uint64_t);
+    return sizeof(TuningHeader) + plan->head.gemms.size() * sizeof(TuningProduct) + sizeof(uint64_t);
 }
 
 extern "C" int bk_lm_head_save_tuning(const bk_lm_head *plan, void *blob, size_t bytes) {
@@ -175,7 +176,7 @@ extern "C" int bk_lm_head_save_tuning(const bk_lm_head *plan, void *blob, size_t
     if (bytes < needed) return call.fail(BK_ERROR_SHAPE, "bytes is %zu: the blob takes %zu", bytes, needed);
     const KeepPendingError keep;
     TuningHeader header;
-    const cudaError_t error = describe_tuning(header, plan->plan);
+    const cudaError_t error = describe_tuning(header, *plan);
     if (error != cudaSuccess) return call.from_cuda(error);
     char *next = (char *)blob;
     auto put = [&](const auto &part) {
@@ -183,9 +184,9 @@ extern "C" int bk_lm_head_save_tuning(const bk_lm_head *plan, void *blob, size_t
         next += sizeof(part);
     };
     put(header);
-    for (const Gemm &gemm : plan->plan.gemms) {
-        TuningProduct product = {gemm.kind, gemm.rows, gemm.columns, gemm.aligned, {}};
-        if (!gemm.candidates.empty()) product.algorithm = gemm.candidates[gemm.chosen].algo;
+    for (const LmHeadGemm &g : plan->head.gemms) {
+        TuningProduct product = {g.kind, g.rows, g.columns, g.aligned, {}};
+        if (!g.gemm.candidates.empty()) product.algorithm = g.gemm.candidates[g.gemm.chosen].algo;
         put(product);
     }
     put(checksum(blob, next - (char *)blob));
@@ -204,7 +205,7 @@ extern "C" int bk_lm_head_restore_tuning(bk_lm_head *plan, const void *blob, siz
     };
     const KeepPendingError keep;
     TuningHeader wanted, header;
-    const cudaError_t error = describe_tuning(wanted, plan->plan);
+    const cudaError_t error = describe_tuning(wanted, *plan);
     if (error != cudaSuccess) return call.from_cuda(error);
     get(header);
     if (memcmp(&header, &wanted, sizeof(header)) != 0) {
@@ -214,22 +215,23 @@ extern "C" int bk_lm_head_restore_tuning(bk_lm_head *plan, const void *blob, siz
     memcpy(&sum, (const char *)blob + bytes - sizeof(sum), sizeof(sum));
     if (sum != checksum(blob, bytes - sizeof(sum))) return call.fail(BK_ERROR_TUNING, "the blob is damaged");
     // Only an algorithm that cuBLASLt proposed for this plan is ever run. All are found before one is chosen.
-    std::vector<Gemm> &gemms = plan->plan.gemms;
+    std::vector<LmHeadGemm> &gemms = plan->head.gemms;
     std::vector<size_t> chosen;
-    for (const Gemm &gemm : gemms) {
+    for (const LmHeadGemm &g : gemms) {
         TuningProduct product;
         get(product);
-        const bool same = product.kind == gemm.kind && product.rows == gemm.rows && product.columns == gemm.columns &&
-                          product.aligned == gemm.aligned;
-        const auto found = std::find_if(gemm.candidates.begin(), gemm.candidates.end(), [&](const auto &candidate) {
+        const bool same = product.kind == g.kind && product.rows == g.rows && product.columns == g.columns &&
+                          product.aligned == g.aligned;
+        const auto &candidates = g.gemm.candidates;
+        const auto found = std::find_if(candidates.begin(), candidates.end(), [&](const auto &candidate) {
             return memcmp(&candidate.algo, &product.algorithm, sizeof(product.algorithm)) == 0;
         });
-        if (!same || (found == gemm.candidates.end() && !gemm.candidates.empty())) {
+        if (!same || (found == candidates.end() && !candidates.empty())) {
             return call.fail(BK_ERROR_TUNING, "cuBLASLt does not propose an algorithm of the blob");
         }
-        chosen.push_back(found - gemm.candidates.begin());
+        chosen.push_back(candidates.empty() ? 0 : found - candidates.begin());
     }
-    for (size_t i = 0; i < gemms.size(); i++) gemms[i].chosen = gemms[i].candidates.empty() ? 0 : chosen[i];
+    for (size_t i = 0; i < gemms.size(); i++) gemms[i].gemm.chosen = chosen[i];
     return BK_OK;
 }
 
@@ -245,7 +247,8 @@ static int as_planned(const Call &call, const char *name, const void *pointer, b
 template <typename Run>
 static int with_plan(const Call &call, const bk_lm_head *plan, LmHeadArguments<void, void> a, bool tuning, Run run) {
     if (!plan) return call.not_null({{"plan", plan}});
-    const LmHeadProblem &p = plan->plan.problem;
+    const LmHeadPlan &planned = plan->head.plan;
+    const LmHeadProblem &p = planned.problem;
     if (p.N == 0) return BK_OK;
     if (p.C == 0) a.dX = nullptr;
     if (p.C == 0 || p.V == 0) a.dW = nullptr;
@@ -258,9 +261,9 @@ static int with_plan(const Call &call, const bk_lm_head *plan, LmHeadArguments<v
     if (error == BK_OK && p.C > 0) error = call.not_null({{"X", a.X}});
     if (error == BK_OK && p.C > 0 && p.V > 0) error = call.not_null({{"W", a.W}});
     if (error == BK_OK && !tuning) error = call.not_null({{"targets", a.targets}});
-    if (error == BK_OK && plan->plan.bytes > 0) error = call.not_null({{"workspace", a.workspace}});
+    if (error == BK_OK && planned.bytes > 0) error = call.not_null({{"workspace", a.workspace}});
     if (error != BK_OK) return error;
-    if (!plan->plan.can_use(a.workspace)) {
+    if (!planned.can_use(a.workspace)) {
         return call.fail(BK_ERROR_ALIGNMENT, "workspace is not at a multiple of %zu bytes", kWorkspaceAlignment);
     }
     const KeepPendingError keep;
@@ -282,7 +285,7 @@ static int with_plan(const Call &call, const bk_lm_head *plan, LmHeadArguments<v
                                                          a.workspace,
                                                          a.options};
             const cudaError_t ran = run(args);
-            const char *const what = plan->plan.what;  // why a product is missing
+            const char *const what = plan->head.what;  // why a product is missing
             if (ran != cudaErrorNotSupported || what[0] == 0) return call.from_cuda(ran);
             return call.fail(BK_ERROR_CUDA + (int)ran, "%s", what);
         };
@@ -295,7 +298,13 @@ extern "C" int bk_lm_head_tune(bk_lm_head *plan, void *dX, void *dW, const void 
     static constexpr Call call = {"bk_lm_head_tune"};
     const LmHeadArguments<void, void> given = {dX,   dW,      nullptr, nullptr, nullptr,           X,      W,
                                                bias, nullptr, nullptr, nullptr, (char *)workspace, nullptr};
-    return with_plan(call, plan, given, true, [=](const auto &args) { return lm_head_tune(plan->plan, args, stream); });
+    return with_plan(call, plan, given, true, [=](const auto &args) { return lm_head_tune(plan->head, args, stream); });
+}
+
+template <typename floatX, typename gradX>
+static cudaError_t run_version(const bk_lm_head &plan, const LmHeadArguments<floatX, gradX> &args,
+                               cudaStream_t stream) {
+    return find_version(lm_head_versions<floatX, gradX>, plan.version)->launch(plan.head, args, stream);
 }
 
 extern "C" int bk_lm_head_run(const bk_lm_head *plan, void *dX, void *dW, void *dbias, float *losses, float *lse,
@@ -305,8 +314,8 @@ extern "C" int bk_lm_head_run(const bk_lm_head *plan, void *dX, void *dW, void *
     static constexpr Call call = {"bk_lm_head_run"};
     if (const int error = check_options(call, options)) return error;
     const ClassifierOptions own = options_of(options);
-    if (plan && options && !lm_head_takes(plan->plan, own)) {
-        const ClassifierOptions &planned = plan->plan.problem.options;
+    if (plan && options && !lm_head_takes(plan->head, own)) {
+        const ClassifierOptions &planned = plan->head.options;
         return call.fail(
             BK_ERROR_OPTIONS,
             "logit_scale is %g and softcap %g, the plan was made for %g and %g: the sign of the former, and "
@@ -316,5 +325,5 @@ extern "C" int bk_lm_head_run(const bk_lm_head *plan, void *dX, void *dW, void *
     const ClassifierOptions *const of_run = options ? &own : nullptr;
     const LmHeadArguments<void, void> given = {
         dX, dW, dbias, losses, lse, X, W, bias, targets, dlosses, (status_word *)status, (char *)workspace, of_run};
-    return with_plan(call, plan, given, false, [=](const auto &args) { return lm_head(plan->plan, args, stream); });
+    return with_plan(call, plan, given, false, [=](const auto &args) { return run_version(*plan, args, stream); });
 }

@@ -349,7 +349,7 @@ def lm_head_create(N, C, V, flags, options, memory, dtype, grad_dtype, version=0
 class LmHeadDescription(ctypes.Structure):
     """bk_lm_head_description."""
     _fields_ = [("way", ctypes.c_char_p),
-                *[(name, ctypes.c_int32) for name in ("version", "rows", "columns", "buffers", "overlaps")],
+                *[(name, ctypes.c_int32) for name in ("version", "rows", "columns", "buffers")],
                 ("share", ctypes.c_double),
                 *[(name, ctypes.c_size_t) for name in ("bytes", "logits_bytes", "statistics_bytes", "probs_bytes",
                                                        "X_bytes", "dX_bytes", "dW_bytes", "dbias_bytes", "gemm_bytes")]]

@@ -10,10 +10,11 @@ using namespace bookends;
 
 template <typename floatX, typename gradX>
 struct Problem {
-    static constexpr cudaDataType_t type = sizeof(floatX) == 4 ? CUDA_R_32F : CUDA_R_16BF;
+    static constexpr LmHeadType type = sizeof(floatX) == 4 ? kFp32 : kBf16;
     int N, C, V;
-    LmHead plan;
+    LmHead head;
     cudaError_t created;
+    LmHeadLauncher<floatX, gradX> launcher;
     Device<floatX> dX, X, W, bias;
     Device<gradX> dW, dbias;
     Device<float> losses, lse;
@@ -33,12 +34,17 @@ struct Problem {
         p.type = type;
         p.bias = p.dbias = true;
         p.memory = 64 << 20;
-        p.version = version;
+        p.way = find_version(lm_head_versions<floatX, gradX>, version)->properties.way;
         return p;
     }
     size_t workspace_bytes(int version) {
-        created = lm_head_create(plan, problem(N, C, V, version));
-        return created == cudaSuccess ? plan.bytes + kWorkspaceAlignment : 0;
+        launcher = find_version(lm_head_versions<floatX, gradX>, version)->launch;
+        created = lm_head_create(head, problem(N, C, V, version), ClassifierOptions());
+        return created == cudaSuccess ? head.plan.bytes + kWorkspaceAlignment : 0;
+    }
+    template <typename Arguments>
+    cudaError_t run(const Arguments &arguments) {
+        return launcher(head, arguments, 0);
     }
 
     Problem(int own_N, int own_C, int own_V, int version)
@@ -56,7 +62,7 @@ struct Problem {
           targets(std::vector<int>(N, 0)),
           status(std::vector<status_word>{kStatusOk}),
           workspace(Device<char>::filled(workspace_bytes(version))) {}
-    ~Problem() { lm_head_destroy(plan); }
+    ~Problem() { lm_head_destroy(head); }
 
     LmHeadArguments<floatX, gradX> arguments() {
         char *const begin = workspace.pointer + (-(uintptr_t)workspace.pointer % kWorkspaceAlignment);
@@ -78,7 +84,7 @@ struct Problem {
         const std::vector<float> loss = losses.get();
         const std::vector<gradX> db = dbias.get();
         std::vector<double> want_db(V, 0.0);
-        const double allowed = type == CUDA_R_32F ? 1e-4 : 0.05;  // logits are rounded to their type
+        const double allowed = type == kFp32 ? 1e-4 : 0.05;  // logits are rounded to their type
         int wrong = 0;
         for (int n = 0; n < N; n++) {
             std::vector<double> z(V);
@@ -106,7 +112,7 @@ static void test_version(int version) {
         auto refused = [&](auto change, cudaError_t expected, const char *what) {
             auto arguments = all;
             change(arguments);
-            expect_refused(lm_head(good.plan, arguments, 0), expected, what, version, s[0]);
+            expect_refused(good.run(arguments), expected, what, version, s[0]);
         };
         refused([](auto &a) { a.dX = nullptr; }, cudaErrorInvalidValue, "no dX for N =");
         refused([](auto &a) { a.dW = nullptr; }, cudaErrorInvalidValue, "no dW for N =");
@@ -118,28 +124,44 @@ static void test_version(int version) {
         refused([](auto &a) { a.workspace = nullptr; }, cudaErrorInvalidValue, "no workspace for N =");
         refused([](auto &a) { a.workspace += 16; }, cudaErrorMisalignedAddress, "workspace off by 16 for N =");
         expect(good.untouched(), "version %d wrote although it refused", version);
-        expect(lm_head(good.plan, all, 0) == cudaSuccess, "version %d", version);
+        expect(good.run(all) == cudaSuccess, "version %d", version);
         good.check(version);
         Problem<floatX, gradX> alone(s[0], s[1], s[2], version);  // losses, lse and status are not needed
         auto arguments = alone.arguments();
         arguments.losses = arguments.lse = nullptr;
         arguments.status = nullptr;
-        expect(lm_head(alone.plan, arguments, 0) == cudaSuccess && alone.losses.untouched() && alone.lse.untouched() &&
+        expect(alone.run(arguments) == cudaSuccess && alone.losses.untouched() && alone.lse.untouched() &&
                    alone.dW.holds(good.dW.get()) && alone.dX.holds(good.dX.get()) && alone.guards_intact(),
                "version %d: gradients without losses", version);
     }
     for (const auto &s : {std::array<int, 3>{0, 8, 20}, {3, 0, 20}, {3, 8, 0}, {3, 0, 0}, {0, 0, 0}}) {
         Problem<floatX, gradX> empty(s[0], s[1], s[2], version);
-        expect(empty.created == cudaSuccess && lm_head(empty.plan, empty.arguments(), 0) == cudaSuccess &&
+        expect(empty.created == cudaSuccess && empty.run(empty.arguments()) == cudaSuccess &&
                    empty.guards_intact(),
                "version %d N=%d C=%d V=%d: error %d", version, s[0], s[1], s[2], (int)empty.created);
     }
     for (const auto &s : {std::array<int, 3>{-1, 8, 20}, {3, -1, 20}, {3, 8, -1}, {3, 8, INT32_MAX}}) {
-        LmHead plan;
-        const cudaError_t error = lm_head_create(plan, Problem<floatX, gradX>::problem(s[0], s[1], s[2], version));
-        lm_head_destroy(plan);
-        expect(error == cudaErrorInvalidValue && plan.what[0] != '\0', "version %d N=%d C=%d V=%d: error %d", version,
+        LmHead head;
+        const LmHeadProblem problem = Problem<floatX, gradX>::problem(s[0], s[1], s[2], version);
+        const cudaError_t error = lm_head_create(head, problem, ClassifierOptions());
+        lm_head_destroy(head);
+        expect(error == cudaErrorInvalidValue && head.what[0] != '\0', "version %d N=%d C=%d V=%d: error %d", version,
                s[0], s[1], s[2], (int)error);
+    }
+}
+
+// Launchers refuse the plans of versions that cut the logits in another way. (Version 5 falls back on version 4,
+// version 6 on versions 3 to 5.)
+static void test_other_plans() {
+    for (int version = 1; version <= 5; version++) {
+        Problem<__nv_bfloat16, float> planned(33, 24, 300, version);
+        for (int other = 1; other <= 5; other++) {
+            const auto launch = find_version(lm_head_versions<__nv_bfloat16, float>, other)->launch;
+            const bool takes = other == version || (other == 5 && version == 4);
+            const cudaError_t error = launch(planned.head, planned.arguments(), 0);
+            expect(error == (takes ? cudaSuccess : cudaErrorInvalidValue), "version %d with a plan of %d: error %d",
+                   other, version, (int)error);
+        }
     }
 }
 
@@ -148,11 +170,6 @@ int main() {
         test_version<float, float>(version);
         test_version<__nv_bfloat16, float>(version);
     }
-    for (int version : {0, 7, -1, INT32_MAX}) {
-        LmHead plan;
-        const cudaError_t error = lm_head_create(plan, Problem<float, float>::problem(3, 8, 20, version));
-        lm_head_destroy(plan);
-        expect(error == cudaErrorInvalidValue, "there is no version %d: error %d", version, (int)error);
-    }
+    test_other_plans();
     return report_failures();
 }

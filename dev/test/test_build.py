@@ -17,7 +17,8 @@ MADE_OF_OTHERS = {"lm_head.cu", "embedding_layer.cu"}
 PARTS = {"classifier_fused.cu": {"parts/classifier.h", "parts/hopper.h", "parts/launch.h"},
          "encoder_backward.cu": {"parts/group_positions.h", "parts/launch.h"},
          "encoder_forward.cu": set(),
-         "lm_head.cu": {"parts/classifier.h", "parts/hopper.h", "parts/launch.h", "parts/lm_head_product.h"}}
+         "lm_head.cu": {"parts/classifier.h", "parts/gemm.h", "parts/launch.h", "parts/lm_head_gemms.h",
+                        "parts/lm_head_plan.h", "parts/lm_head_product.h"}}
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
 CC = shutil.which("gcc") or shutil.which("cc")
@@ -158,7 +159,8 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
     ("parts/group_positions.h", {"libbookends.so", "encoder_backward", *objects("encoder_backward")}),
     ("parts/classifier.h", HOPPER),
     ("parts/hopper.h", HOPPER),
-    ("parts/lm_head_product.h", {"libbookends.so", "lm_head", *objects("lm_head")}),
+    *[("parts/%s.h" % part, {"libbookends.so", "lm_head", *objects("lm_head")})
+      for part in ("gemm", "lm_head_gemms", "lm_head_plan", "lm_head_product")],
     ("parts/launch.h", HOPPER | {"encoder_backward", *objects("encoder_backward")}),
     ("dev/harness/harness.h", OBJECTS | BINARIES),
     ("dev/harness/progress.h", OBJECTS | BINARIES),

@@ -781,12 +781,10 @@ def test_report():
     ["--gradients", "dw", "--z-loss", 0.001, "--bias"], ["--forward", "--lse"], ["--ignore-every", 3, "--graph"],
     ["--ignore-every", 2, "--finite"],
     ["--logit-scale", -1, "--memory", 0.05], ["--memory", "3%", "--grad-dtype", "same"], ["--tokens", "zipf"],
-    ["--way", "rows"], ["--way", "vocabulary", "--columns", 64], ["--overlap", "off"],
-    ["--way", "epilogue"], ["--way", "epilogue", "--forward", "--lse"], ["--way", "epilogue", "--dtype", "fp16"],
-    ["--way", "epilogue", "--bias", "--label-smoothing", 0.1, "--ignore-every", 3],
-    ["--way", "epilogue", "--softcap", 10, "--label-smoothing", 0.2, "--lse", "--dtype", "fp16", "--bias"],
-    ["--way", "epilogue", "--gradients", "dx", "--z-loss", 0.01, "--logit-scale", 3],
-    ["--way", "epilogue", "--gradients", "dw", "--grad-dtype", "same", "--memory", 1, "--bias"],
+    ["--dtype", "fp16"], ["--bias", "--label-smoothing", 0.1, "--ignore-every", 3],
+    ["--softcap", 10, "--label-smoothing", 0.2, "--lse", "--dtype", "fp16", "--bias"],
+    ["--gradients", "dx", "--z-loss", 0.01, "--logit-scale", 3],
+    ["--gradients", "dw", "--grad-dtype", "same", "--memory", 1, "--bias"],
     ["--spread", 0], ["--spread", 8], ["--seed", 3],
     ["--logit-scale", 1e5], ["--softcap", 1e-10], ["--softcap", 1e4, "--logit-scale", 1e6],
 ], ids=lambda options: " ".join(map(str, options)))
@@ -795,15 +793,6 @@ def test_checks(options):
     assert (result.returncode, result.stderr) == (0, ""), result
     checked = [line for line in result.stdout.splitlines() if line.startswith("check")]
     assert len(checked) == len(VERSIONS) and all(re.fullmatch(CHECKED, line) for line in checked)
-
-
-def test_a_share_with_narrow_tiles():
-    """The least that makes sense is no more than what the tiles that are asked for can make use of."""
-    for columns in (64, 100):
-        result = head(4, "-b", 8, "-t", 32, "-c", 64, "-v", 3000, "--check", "--columns", columns, "--memory", "10%",
-                      "--json", "-")
-        record = json.loads(result.stdout.splitlines()[-1])
-        assert result.returncode == 0 and record["scratch_pct_of_logits"] < 15, record
 
 
 @pytest.mark.parametrize("blas", ["none", ""])
@@ -849,14 +838,14 @@ def test_more_than_the_budget_has_a_reason():
 
 @pytest.mark.skipif(ON_CUDA, reason="of the CPU device")
 def test_plans_of_the_cpu_device():
-    """There version 5's own product is emulated: version 6 takes it only if told to, or if nothing else fits."""
+    """There version 5's own GEMM is emulated: version 6 takes it only if nothing else fits."""
     shape = ["-b", 2, "-t", 8, "-c", 64, "-v", 5000]
     for memory in ("100%", "25%", "10%"):
         for more in ([], ["--forward"], ["--gradients", "dx"]):
             line, = timed_lines(6, *shape, "--memory", memory, *more)
             assert " | rows: " in line or " | vocabulary: " in line, line
     assert " | rows: 1 of 16 x 5000" in timed_lines(6, *shape, "--memory", "400%")[0]
-    assert " | epilogue: " in timed_lines(6, *shape, "--way", "epilogue")[0]
+    assert " | epilogue: " in timed_lines(5, *shape)[0]
 
 
 def test_large_checks_are_of_sampled_rows():
@@ -915,19 +904,13 @@ def test_bad_options():
     for value in ("", "x", "0", "-1", "0%", "10%%", "nan", "1e3", "10 %", "1e10", "%", "99999999999"):
         refused("--memory", value, words=["--memory", "'%s'" % value, "MiB"])
     refused("3", "--memory", "0.0001", words=["version 3", "--memory 0.0001", "too few", "are enough"])
-    refused("6", "--way", "rows", "--columns", 128, words=["--columns", "--way rows"])
     refused("--forward", "--gradients", "dx", words=["--gradients", "--forward"])
     refused("--sweep", "memory", "--memory", "10%", words=["--memory", "--sweep memory"])
-    refused("6", "--way", "epilogue", "--dtype", "fp32", words=["no way 'epilogue'"])
     refused("--tf32", words=["--tf32", "bf16"])
     refused("--block-size", "64", words=["--block-size"])
     refused("-p", 304, words=["'-p'"])
     refused("--gradients", "dy", words=["--gradients", "'dy'", "both, dx, dw"])
     refused("--sweep", "time", words=["--sweep", "'time'", "none, memory"])
-    refused("5", "--way", "rows", words=["--way", "version 5", "version 6"])
-    refused("4", "--overlap", "off", words=["--overlap", "version 4", "version 6"])
-    refused("3", "--columns", 64, words=["--columns", "version 3", "versions 4 to 6"])
-    refused("--way", "epilogue", "--dtype", "fp32", words=["'epilogue'", "fp16 or bf16", "sm_90a"])
     refused("--softcap", "1e-36", "--logit-scale", "1e6", words=["--softcap", "--logit-scale"])
     refused("-b", 2**31 - 1, "-t", 2, words=["B*T", "-b, -t"])
 
@@ -967,7 +950,7 @@ def test_help_and_list():
     assert "--block-size" not in text
     assert re.search(r"^  --memory TEXT +\S.* default 25%$", text, re.M)
     for option in ("--grad-dtype VALUE", "--gradients VALUE", "--forward", "--lse", "--bias", "--tf32", "--sweep VALUE",
-                   "--way VALUE", "--overlap VALUE", "--graph", "--finite", "--label-smoothing NUMBER",
+                   "--graph", "--finite", "--label-smoothing NUMBER",
                    "--spread NUMBER"):
         assert re.search(r"^  %s  +\S" % option, text, re.M), option
     header = (bookends.ROOT / "lm_head.cu").read_text().split("*/")[0]
