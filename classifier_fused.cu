@@ -1012,15 +1012,21 @@ cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX
         });
 }
 
+// What the error bounds of the check depend on: the number of elements that a thread adds up before it adds their sum.
+struct ClassifierProperties {
+    int elements_per_load = 1;
+};
+
 template <typename floatX>
-constexpr Version<ClassifierFused<floatX>> classifier_fused_versions[] = {
+constexpr Version<ClassifierFused<floatX>, ClassifierProperties> classifier_fused_versions[] = {
     {1, "warp", "a warp a row, maximum and sum in one read", classifier_fused1<floatX>, 256},
     {2, "block", "a block a row", classifier_fused2<floatX>, 512, kSameAtABlockSize},
-    {3, "x128", "a thread 16 bytes", classifier_fused3<floatX>, 512, kSameAtABlockSize},
+    {3, "x128", "a thread 16 bytes", classifier_fused3<floatX>, 512, kSameAtABlockSize,
+     {Packed128<floatX>::size}},
     {4, "reverse", "two passes in opposite order, so that the second meets the cache", classifier_fused4<floatX>, 512,
-     kSameAtABlockSize},
+     kSameAtABlockSize, {Packed128<floatX>::size}},
     {5, "staged", "a row is read once, waits on the chip, and the next one arrives meanwhile",
-     classifier_fused5<floatX>, kStagedThreads, kSameAtABlockSize},
+     classifier_fused5<floatX>, kStagedThreads, kSameAtABlockSize, {Packed128<floatX>::size}},
 };
 
 }  // namespace bookends
@@ -1092,36 +1098,6 @@ struct ClassifierReference {
     }
 };
 
-// How far float arithmetic may be off, in units of U, a rounding of 1. A difference of two z is off by three roundings
-// of itself and, under a softcap, by those of a tanh of about 1; a power of two by two ulps, which are 4 roundings at
-// most. Of a sum each addition rounds once.
-struct ClassifierSlack {
-    static constexpr double U = 0x1p-24;
-    double additions, capped;
-    double exponential, sum;  // relative: of 2^y, and of the sum
-    double lse;               // absolute
-
-    ClassifierSlack(const ClassifierRow &row, const ClassifierOptions &options, double of_additions)
-        : additions(of_additions), capped(6 * (double)options.softcap) {
-        exponential = 6 + capped;
-        sum = exponential + 3 * row.distance + additions;
-        lse = sum + 4 * fabs(row.max) + 3 * fabs(row.lse - row.max) + fabs(row.lse);
-    }
-    // The last term: powers of two below the normal numbers are 0, and with large logits they count from another point
-    // than the largest (see Exponent).
-    static double lost(const ClassifierRow &row) { return fabs(row.max) < 0x1p23 ? 0x1p-126 : 0x1p-63; }
-    double of_p(double p, double z, const ClassifierRow &row) const {
-        return U * p * (exponential + 3 * (row.max - z) + sum + 4) + lost(row);
-    }
-    double of_loss(const ClassifierRow &row, double z_t, const ClassifierOptions &options) const {
-        const double to_target = fabs(row.max - z_t), eps = options.label_smoothing;
-        const double log_sum = sum + capped + 3 * fabs(row.lse - row.max);
-        const double mean = log_sum + (additions + 4) * row.gap;
-        const double z_loss = fabs((double)options.z_loss) * fabs(row.lse) * (2 * lse + 4 * fabs(row.lse));
-        return U * ((1 - eps) * (log_sum + 8 * to_target) + eps * mean + z_loss + 4 * fabs(row.loss));
-    }
-};
-
 template <typename floatX>
 void classifier_fused_race(Harness &h) {
     const int B = h.options.dim('b'), T = h.options.dim('t'), V = h.options.dim('v');
@@ -1150,37 +1126,28 @@ void classifier_fused_race(Harness &h) {
     };
     status_word *status = h.status();
 
-    // The longest sum that there is: that of a lane where a warp has the row, and of what is put together then.
-    auto slack_of = [=, &h](const ClassifierRow &row) {
-        const int together = h.running > 2 ? Packed128<floatX>::size : 1;
-        return ClassifierSlack(row, options, (double)V / kWarpSize / together + together + 16);
+    // The longest chain of additions is that of a lane, where a warp has the row, and of the sum of all lanes.
+    auto tolerance_of = [=, &h](const ClassifierRow &row) {
+        const int per_load = find_version(classifier_fused_versions<floatX>, h.running)->properties.elements_per_load;
+        const double additions = (double)V / kWarpSize / per_load + per_load + 16;
+        return SoftmaxTolerance<ClassifierRow, ClassifierOptions>(row, options, options.dloss, V, additions);
     };
     auto expect_dlogits = [=](Expected &expected, long long r) {
         std::vector<double> probs, z;
         const ClassifierRow row = reference->make(expected.value, probs, z, r);
         expected.value.resize(P, 0.0);
         if (host_targets[r] == options.ignore_index) return;
-        const ClassifierSlack slack = slack_of(row);
-        const double U = slack.U, scale = options.logit_scale, cap = options.softcap, eps = options.label_smoothing;
-        const double unit = fabs(options.dloss * scale), a = fabs(1 + 2 * options.z_loss * row.lse);
-        const double of_a = U * (2 * fabs((double)options.z_loss) * slack.lse + 4 * a);
+        const auto tolerance = tolerance_of(row);
         for (int j = 0; j < V; j++) {
-            double off = a * slack.of_p(probs[j], z[j], row) + of_a * probs[j] + 4 * U * eps / V;
-            if (j == host_targets[r]) off += 4 * U;
-            double off_slope = 1;
-            if (cap > 0) {  // the slope is off in proportion to the exponent of what it is made from
-                off *= 1 - z[j] / cap * (z[j] / cap);
-                off_slope += 16 + 8 * fabs(scale * (double)(float)reference->logits.at(r, j) / cap);
-            }
-            const double tiny = unit * (1 + a) * 16 * slack.lost(row) + 0x1p-148;  // slopes too may be too small
-            expected.slack[j] = unit * off + U * off_slope * fabs(expected.value[j]) + tiny;
+            const double logit = (double)(float)reference->logits.at(r, j);
+            expected.slack[j] = tolerance.gradient(expected.value[j], probs[j], z[j], logit, j == host_targets[r]);
         }
     };
     auto expect_probs = [=](Expected &expected, long long r) {
         std::vector<double> dlogits, z;
         const ClassifierRow row = reference->make(dlogits, expected.value, z, r);
-        const ClassifierSlack slack = slack_of(row);
-        for (int j = 0; j < V; j++) expected.slack[j] = slack.of_p(expected.value[j], z[j], row);
+        const auto tolerance = tolerance_of(row);
+        for (int j = 0; j < V; j++) expected.slack[j] = tolerance.probability(expected.value[j], z[j]);
         expected.value.resize(P, 0.0);
     };
     auto expect_loss = [=](Expected &expected, long long r) {
@@ -1189,12 +1156,12 @@ void classifier_fused_race(Harness &h) {
         if (host_targets[r] == options.ignore_index) return;
         const double z = options.logit_scale * (double)(float)reference->logits.at(r, host_targets[r]);
         const double cap = options.softcap, z_t = cap > 0 ? cap * tanh(z / cap) : z;
-        expected.slack[0] = slack_of(row).of_loss(row, z_t, options);
+        expected.slack[0] = tolerance_of(row).loss(z_t);
     };
     auto expect_lse = [=](Expected &expected, long long r) {
         const ClassifierRow row = reference->find(r);
         expected.value[0] = row.lse;
-        expected.slack[0] = ClassifierSlack::U * slack_of(row).lse;
+        expected.slack[0] = tolerance_of(row).lse();
     };
     auto expect_correct = [=](Expected &expected, long long r) { expected.value[0] = reference->find(r).correct; };
 

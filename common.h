@@ -66,9 +66,9 @@ struct KeepPendingError {
     }
 };
 
-// kernel<<<grid, block, shared, stream>>>(arguments...). Returns the error of this launch: cudaGetLastError() would return
-// an error that an earlier call left pending, and clear it. shared: bytes of dynamic shared memory, 48 KB at most
-// (parts/launch.h takes more).
+// kernel<<<grid, block, shared, stream>>>(arguments...). Returns the error of this launch: cudaGetLastError() would
+// return an error that an earlier call left pending, and clear it. shared: bytes of dynamic shared memory, at most
+// 48 KB (parts/launch.h allows more).
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
                           Arguments &&...arguments) {
@@ -302,9 +302,9 @@ __device__ inline float warp_reduce_max(float value) {
     return __int_as_float(ordered(__reduce_max_sync(0xffffffffu, ordered(__float_as_int(value)))));
 }
 
-// Each warp reduces its values, then every warp reduces the results of all warps. Requires that blockDim.x is a multiple
-// of 32 and that all threads call. `identity` is 0 for a sum, -INFINITY for a maximum. Ends with a barrier, so that the
-// next call may use the shared memory.
+// Each warp reduces its values, then every warp reduces the results of all warps. Requires that blockDim.x is a
+// multiple of 32 and that all threads call. `identity` is 0 for a sum, -INFINITY for a maximum. Ends with a barrier, so
+// that the next call may use the shared memory.
 template <float (*warp_reduce)(float)>
 __device__ float block_reduce(float value, float identity) {
     __shared__ float partial[kWarpSize];

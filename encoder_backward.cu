@@ -1001,11 +1001,20 @@ cudaError_t encoder_backward7(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                                     stream);
 }
 
+// What the check depends on: where a version rounds to the type of the gradient.
+enum EncoderBackwardRounding { kRoundsSums, kRoundsEachAddition };
+struct EncoderBackwardProperties {
+    EncoderBackwardRounding rounding = kRoundsSums;
+};
+
 template <typename floatX, typename gradX>
-constexpr Version<EncoderBackward<floatX, gradX>> encoder_backward_versions[] = {
-    {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, kNotReproducible},
-    {2, "no atomics", "a thread a column, which loops over all positions", encoder_backward2<floatX, gradX>, 32},
-    {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, kNotReproducible},
+constexpr Version<EncoderBackward<floatX, gradX>, EncoderBackwardProperties> encoder_backward_versions[] = {
+    {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, kNotReproducible,
+     {kRoundsEachAddition}},
+    {2, "no atomics", "a thread a column, which loops over all positions", encoder_backward2<floatX, gradX>, 32,
+     kSameBits, {kRoundsEachAddition}},
+    {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, kNotReproducible,
+     {kRoundsEachAddition}},
     {4, "plain groups", "positions listed by id; a warp adds up an id's rows and stores the sum once",
      encoder_backward4<floatX, gradX>, 256},
     {5, "grouped", "positions grouped by id; a group's rows are added up and stored once",
@@ -1036,17 +1045,18 @@ void encoder_backward_race(Harness &h, GradientStore store) {
     const floatX *dout = h.input(dout_values, N * C);
     status_word *status = h.status();
 
-    // What the sum over some positions is expected to be, and how far float sums may be from it: 8 roundings of a float
-    // of all terms' size. Versions 1 to 3 round at each addition, to the type of the gradient. Rows that nobody asks
-    // for stay as they are.
+    auto rounds_each_addition = [](int version) {
+        return find_version(encoder_backward_versions<floatX, gradX>, version)->properties.rounding ==
+               kRoundsEachAddition;
+    };
+    // Row r of a gradient: the sum over some positions. A row without positions keeps its initial values.
     auto expect = [=, &h](Expected &row, const Values<gradX> &before, long long r, const int *positions, int count) {
-        const double each = ldexp(1.0, -1 - FloatFormat<gradX>::mantissa);
-        const double slack = count == 0 ? 0 : h.running > 3 ? ldexp(8, -24) : std::max(ldexp(8, -24), count * each);
+        const double tolerance = encoder_backward_tolerance<gradX>(count, rounds_each_addition(h.running));
         for (long long c = 0; c < C; c++) row.value[c] = store.overwrite ? 0.0 : (double)before[r * C + c];
         std::vector<double> size(C);
         for (long long c = 0; c < C; c++) size[c] = fabs(row.value[c]);
         encoder_backward_cpu(row.value.data(), size.data(), dout_values, positions, count, C);
-        for (long long c = 0; c < C; c++) row.slack[c] = slack * size[c];
+        for (long long c = 0; c < C; c++) row.slack[c] = tolerance * size[c];
         row.either_neighbour = store.stochastic;
     };
     // positions[begin[id]..begin[id+1]-1] hold id
@@ -1082,7 +1092,8 @@ void encoder_backward_race(Harness &h, GradientStore store) {
     h.job.bytes = (double)N * C * sizeof(floatX) + gradients * C * sizeof(gradX) + (double)N * sizeof(int);
     h.job.flops = 2.0 * N * C;
     h.job.skip = [=](int version) {
-        return version <= 3 && store.stochastic ? "it rounds at each addition, and only to nearest" : "";
+        const bool refused = store.stochastic && rounds_each_addition(version);
+        return refused ? "it rounds at each addition, and only to nearest" : "";
     };
     h.race(encoder_backward_versions<floatX, gradX>,
            [=](EncoderBackward<floatX, gradX> launch, int block_size, cudaStream_t stream) {

@@ -604,18 +604,7 @@ struct LmHeadReference {
     std::vector<float> X;  // of the known rows
     std::vector<KnownRow> known;
 
-    // The errors of float arithmetic, in roundings U, are as in classifier_fused.cu. Beside it a logit's float sum may
-    // be on the other side of a rounding to floatX, or of two.
-    static constexpr double U = 0x1p-24;
-
-    // The error of a float sum of `count` terms in any order of a GEMM. size: the root of the sum of their squares;
-    // all: the sum of their sizes. A sum in order rounds once a term, with either sign; tensor cores cut off two
-    // roundings for each 16 terms.
-    static double sum_error(double count, double size, double all) {
-        return U * (count / 8 + 8 * sqrt(count) + 16) * std::min(4 * size, all);
-    }
-    // The same for inputs rounded to TF32, or 0.
-    double tf32_error(double size) const { return tf32 ? 8 * 0x1p-10 * size : 0; }
+    double tf32_error(double norm) const { return tf32 ? tf32_tolerance(norm) : 0; }
 
     void prepare(long long N, const int *targets) {
         const long long count = ceil_div(N, rows.step);
@@ -647,75 +636,24 @@ struct LmHeadReference {
             const double exact = logits[j], size = z_error[j];
             logits[j] = nearest<floatX>(exact);
             z_error[j] = fabs((double)options.logit_scale) *
-                         rounding_error(exact, sum_error(C, size, INFINITY) + tf32_error(size));
+                         rounding_error(exact, product_tolerance(C, size, INFINITY) + tf32_error(size));
         }
         const double dloss = options.dloss * rows[k * rows.step];
         const ClassifierRow r = classifier_fused_cpu(dlogits.data(), probs.data(), z.data(), logits.data(), target,
                                                      dloss, V, options);
         const bool ignored = target == options.ignore_index;
-        set_scalars(row, r, z_error, probs, z, ignored ? -1 : target);
-        set_dlogits(row, r, dlogits, z_error, logits, probs, z, target, dloss);
-        if (ignored) std::fill(row.dlogits_error.begin(), row.dlogits_error.end(), 0.0f);
-    }
-
-    // The float errors of an exponential and of the row's sum of them, in roundings.
-    double exponential_error() const { return 6 + 6 * options.softcap; }
-    double exponentials_error(const ClassifierRow &r) const {
-        return exponential_error() + 3 * r.distance + V / 32.0 + 32;
-    }
-
-    // The loss and lse of a row with their errors; target: -1 for an ignored row.
-    void set_scalars(KnownRow &row, const ClassifierRow &r, const std::vector<double> &z_error,
-                     const std::vector<double> &probs, const std::vector<double> &z, int target) const {
-        const double eps = options.label_smoothing, most = *std::max_element(z_error.begin(), z_error.end());
-        double moved = 0, mean_error = 0;  // of lse, by the errors of all z
-        for (int j = 0; j < V; j++) {
-            moved += 1.2 * probs[j] * expm1(std::min(z_error[j], 1.0));
-            mean_error += z_error[j] / V;
-        }
-        if (most > 1) moved = most;
-        const double log_error = exponentials_error(r) + 3 * fabs(r.lse - r.max);
+        const SoftmaxTolerance<ClassifierRow, ClassifierOptions> tolerance(r, options, dloss, V, V / 32.0 + 32,
+                                                                           LogitErrors(z_error, probs));
         row.loss = r.loss;
         row.lse = r.lse;
-        row.lse_error = U * (log_error + 4 * fabs(r.max) + fabs(r.lse)) + moved;
-        if (target < 0) return;
-        const double to_target = fabs(r.max - z[target]), gap_error = log_error + (V / 32.0 + 36) * r.gap;
-        const double loss_error = (1 - eps) * (log_error + 6 * options.softcap + 8 * to_target) + eps * gap_error +
-                                  4 * fabs(r.loss);
-        const double z_loss = fabs((double)options.z_loss * r.lse);
-        row.loss_error = U * (loss_error + 4 * z_loss * fabs(r.lse)) + 2 * z_loss * row.lse_error + moved;
-        row.loss_error += (1 - eps) * z_error[target] + eps * mean_error;
-    }
-
-    void set_dlogits(KnownRow &row, const ClassifierRow &r, const std::vector<double> &dlogits,
-                     const std::vector<double> &z_error, const std::vector<double> &logits,
-                     const std::vector<double> &probs, const std::vector<double> &z, int target, double dloss) const {
-        const double scale = options.logit_scale, cap = options.softcap, eps = options.label_smoothing;
-        const double most = *std::max_element(z_error.begin(), z_error.end());
-        const bool anything = most > 1;  // a rounding of a logit is a factor of e or more of its probability
-        double moved = 0;
-        for (int j = 0; j < V; j++) moved += 1.2 * probs[j] * expm1(std::min(z_error[j], 1.0));
-        if (anything) moved = most;
+        row.lse_error = tolerance.lse();
+        if (!ignored) row.loss_error = tolerance.loss(z[target], z_error[target]);
         row.dlogits.resize(V);
         row.dlogits_error.resize(V);
-        const double unit = fabs(dloss * scale), a = fabs(1 + 2 * options.z_loss * r.lse);
-        const double a_error = 2 * fabs((double)options.z_loss) * row.lse_error + 4 * U * a;
         for (int j = 0; j < V; j++) {
-            const double by_z = expm1(std::min(z_error[j], 1.0)) + moved;
-            const double by_float = exponential_error() + 3 * (r.max - z[j]) + exponentials_error(r) + 8;
-            const double p_error = anything ? 1 : probs[j] * (U * by_float + by_z);
-            const double slope = cap > 0 ? 1 - z[j] / cap * (z[j] / cap) : 1;
-            double slope_error = U;
-            double error = a * (p_error + 0x1p-126) + a_error * probs[j] + 4 * U * (eps / V + (j == target));
-            if (cap > 0) {
-                const double steeper = expm1(std::min(2 * z_error[j] / cap, 1.0));
-                slope_error = U * (16 + 8 * fabs(scale * logits[j] / cap)) + steeper;
-                error *= 1 + steeper;
-            }
-            error = unit * slope * error + slope_error * fabs(dlogits[j]) + unit * 0x1p-122;
-            if (anything || (cap > 0 && 2 * z_error[j] > cap)) error = unit * (a + 1);
+            const double error = tolerance.gradient(dlogits[j], probs[j], z[j], logits[j], j == target, z_error[j]);
             row.dlogits[j] = (float)nearest<floatX>(dlogits[j]);
-            row.dlogits_error[j] = (float)rounding_error(dlogits[j], error);
+            row.dlogits_error[j] = ignored ? 0 : (float)rounding_error(dlogits[j], error);
         }
     }
 
@@ -737,7 +675,7 @@ struct LmHeadReference {
         }
         for (int c = 0; c < C; c++) {
             const double before = fabs(expected.value[c]), size = sqrt(squares[c]);
-            expected.slack[c] += tf32_error(size) + sum_error(count, size + before, all[c] + before);
+            expected.slack[c] += tf32_error(size) + product_tolerance(count, size + before, all[c] + before);
             expected.value[c] += sum[c];
         }
     }
@@ -766,7 +704,7 @@ struct LmHeadReference {
             expected.slack[0] += row.dlogits_error[j];
             all += fabs((double)row.dlogits[j]);
         }
-        expected.slack[0] += sum_error(8.0 * known.size(), all, all);
+        expected.slack[0] += product_tolerance(8.0 * known.size(), all, all);
     }
     void expect_scalar(Expected &expected, long long r, bool lse) const {
         expected.unknown = !rows.known(r);

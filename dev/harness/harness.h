@@ -26,6 +26,7 @@
 #include "report.h"
 #include "timer.h"
 #include "tokens.h"
+#include "tolerance.h"
 
 namespace bookends {
 
