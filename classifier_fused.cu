@@ -7,17 +7,17 @@ the row's target:
   loss = (1-eps) * (lse - z_t)  +  eps * (lse - mean_j z_j)  +  z_loss * lse^2        eps = label_smoothing
   dlogits_j = dloss * logit_scale * (1 - (z_j/softcap)^2) * ((1 + 2*z_loss*lse) * p_j - (1-eps)*[j=t] - eps/V)
 
-(without a softcap the factor with it is 1), in one launch, so that the probabilities are never stored unless somebody
-wants them, and the gradient may replace the logits. A row is needed twice, for the sum and for the gradient; the fewest
-bytes are one read and one write of it, which takes a place on the chip for what was read.
+The factor with the softcap is 1 without a softcap. All outputs are computed in one launch: the probabilities are stored
+only if they are wanted, and the gradient may replace the logits. A row is used twice, for the sum and for the gradient.
+The fewest bytes are one read and one write of the logits, which requires room on the chip for a row.
 
-version 1  warp: a warp a row: the largest logit and the sum in one read, then a second read and the write
-version 2  block: a block a row, so that fewer rows are on their way and more of the second reads meet the L2
-version 3  x128: a thread 16 bytes, from the first multiple of 16 in the row on
-version 4  reverse: the first read runs backwards, so that the second one begins with what came last
-version 5  staged: a row is read once. A row that the registers of a warp hold waits there for its gradient. A long row
-           waits in shared memory (of a cluster, if one block's is too small), while the next row arrives. Rows of a
-           length between these are for version 4, which is faster there
+version 1  warp: one warp per row; maximum and sum in one read, then a second read and the write
+version 2  block: one block per row; fewer rows are in progress at a time, and more of the second reads hit the L2
+version 3  x128: each thread loads and stores 16 bytes at a time, from the row's first multiple of 16 bytes
+version 4  reverse: the first read runs backwards, so that the second one begins with the latest lines in the L2
+version 5  staged: a row is read once. A short row waits for its gradient in the registers of a warp. A long row waits
+           in shared memory, of a cluster if one block's is too small, while the next row arrives. Version 4 takes the
+           rows between, where it is faster
 
 Compile:  nvcc -O3 -arch=native classifier_fused.cu -o classifier_fused
 Run:      ./classifier_fused           the default: deterministic, best over the measured shapes
@@ -37,16 +37,16 @@ namespace bookends {
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
-// What one row comes to. `distance` is the mean of max - z_j over the probabilities, which the rounding errors of a sum
-// of exponentials are measured by, and `gap` that over the vocabulary.
+// The results of one row. `distance` is the mean of max - z_j weighted by the probabilities, the scale of the rounding
+// errors of a sum of exponentials. `gap` is the mean of max - z_j over the vocabulary.
 struct ClassifierRow {
     double loss, lse, max;
     bool correct;
     double distance, gap;
 };
 
-// One row, in double. logits: anything that 0..V-1 index, a pointer to any float type or values made on demand.
-// dlogits and probs (V), z (V), which is scratch; of these, dlogits and probs may be null.
+// One row, in double. logits: indexed by 0..V-1, a pointer to any float type or values computed on demand. dlogits and
+// probs (V) may be null. z (V) is scratch.
 template <typename Row>
 ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, const Row &logits, int target,
                                    double dloss, int V, const ClassifierOptions &options) {
@@ -54,7 +54,7 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
     const bool ignored = target == options.ignore_index, good = !ignored && id_in_range(target, V);
     double max = -INFINITY, sum = 0, distance = 0, gap = 0;
     const double x_t = good ? scale * (double)logits[target] : NAN;
-    bool largest = good;  // no other is larger, and none before it as large
+    bool largest = good;  // no logit is larger than the target's, and none in front of it is equal
     for (int j = 0; j < V; j++) {
         const double x = scale * (double)logits[j];
         largest = largest && (x < x_t || (x == x_t && j >= target));
@@ -86,10 +86,10 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
 
-// A warp a row: its lanes keep a maximum and a sum each, scaled anew whenever the maximum grows (Milakov and Gimelshein
-// 2018), so that one read does for both; shuffles put the lanes' together. Then the row is read again and written. Some
-// 8000 rows are on their way at once on a large GPU, which is far more than its L2 holds: three times the row's bytes
-// pass through DRAM, of the two that have to.
+// Version 1: one warp per row. Each lane keeps a maximum and a sum, which it rescales when its maximum grows (Milakov
+// and Gimelshein 2018), so that one read gives both. Shuffles merge the lanes. Then the row is read again and written.
+// It loses on every row that the L2 does not keep: a large GPU has some 8000 rows in progress, far more than its L2
+// holds, so that DRAM moves 3 times the row's bytes instead of 2. It also needs a load or store for each element.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel1(ClassifierArguments<floatX> args) {
     typedef Packed<floatX, 1> one;
@@ -97,14 +97,14 @@ __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel
     const long long row = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize;
     if (row >= args.N) return;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
-    RunningSoftmax seen(args.power);
+    RunningSoftmax running(args.power);
     for (unsigned j = lane; target.read && j < args.V; j += kWarpSize) {
-        update_statistics<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
+        update_statistics<softcap, extras>(running, load_packed<one>(target.logits + j), j, target, args);
     }
-    const OnlineSoftmax all = warp_merge<extras>(seen.result(), args);
+    const OnlineSoftmax all = warp_merge<extras>(running.result(), args);
     const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
     if (lane == 0) write_scalars<extras>(args, row, target, all);
-    __syncwarp();  // no lane overwrites the target's logit before all have read it
+    __syncwarp();  // all lanes have read the target's logit
     for (unsigned j = lane; target.second_pass() && j < args.V; j += kWarpSize) {
         write_columns<softcap, extras, false>(load_packed<one>(target.logits + j), j, target, g, args);
     }
@@ -112,20 +112,21 @@ __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel
     zero_columns(target.probs, args.V, args.P, lane, kWarpSize);
 }
 
-// A block a row. With 1024 threads a block, two rows a multiprocessor are on their way instead of 64: for rows of 100
-// KB on a GPU with 132 of them 26 MB, which an L2 of 50 MB may still hold when they are read again. What is left is
-// instructions: a load or store for every 2 bytes.
+// Version 2: one block per row. With 1024 threads a block, a multiprocessor has two rows in progress instead of 64. For
+// rows of 100 KB and 132 multiprocessors these are 26 MB, which an L2 of 50 MB may still hold for the second read. The
+// cost is a reduction over the block for each row. It loses on short rows, which leave threads idle, and in
+// instructions: still a load or store for each element.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel2(ClassifierArguments<floatX> args) {
     typedef Packed<floatX, 1> one;
     const long long row = blockIdx.x;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
-    RunningSoftmax seen(args.power);
+    RunningSoftmax running(args.power);
     for (unsigned j = threadIdx.x; target.read && j < args.V; j += blockDim.x) {
-        update_statistics<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
+        update_statistics<softcap, extras>(running, load_packed<one>(target.logits + j), j, target, args);
     }
-    // The barriers in there: no thread overwrites the target's logit before all have read it.
-    const OnlineSoftmax all = block_merge<extras>(seen.result(), args);
+    // After its barriers, all threads have read the target's logit.
+    const OnlineSoftmax all = block_merge<extras>(running.result(), args);
     const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
     if (threadIdx.x == 0) write_scalars<extras>(args, row, target, all);
     for (unsigned j = threadIdx.x; target.second_pass() && j < args.V; j += blockDim.x) {
@@ -135,8 +136,8 @@ __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel
     zero_columns(target.probs, args.V, args.P, threadIdx.x, blockDim.x);
 }
 
-// Adds to *rows the number of targets that are not ignored, and to *total the sum of the losses; either may be null.
-// One block, and a fixed order of additions, so that the same inputs give the same bits.
+// Adds the number of targets that are not ignored to *rows, and the sum of the losses to *total; either may be null.
+// One block adds in a fixed order, so that the same inputs give the same bits.
 static __global__ void __launch_bounds__(1024) classifier_totals_kernel(float *rows, float *total, const int *targets,
                                                                         const float *losses, int N, int ignore_index) {
     __shared__ double sums[kWarpSize];
@@ -144,12 +145,12 @@ static __global__ void __launch_bounds__(1024) classifier_totals_kernel(float *r
         for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
         return value;
     };
-    // The sum of a value of each row, in thread 0. The sum of so many integers is exact in double.
+    // Returns the sum over the rows to thread 0. The sum of the counts is exact in double.
     auto sum_rows = [&](auto value) {
         double sum = 0;
         for (long long row = threadIdx.x; row < N; row += blockDim.x) sum += value(row);
         sum = add_up(sum);
-        __syncthreads();  // the sums before have been used
+        __syncthreads();  // the previous sums have been read
         if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = sum;
         __syncthreads();
         return add_up(threadIdx.x < blockDim.x / kWarpSize ? sums[threadIdx.x] : 0.0);
@@ -164,7 +165,7 @@ static __global__ void __launch_bounds__(1024) classifier_totals_kernel(float *r
     }
 }
 
-// Whether what is 16 bytes in the logits is so in the results as well.
+// Whether dlogits and probs have the same offset from a multiple of 16 bytes as the logits.
 template <typename floatX>
 __device__ bool same_alignment(const ClassifierTarget<floatX> &t) {
     const uintptr_t logits = (uintptr_t)t.logits;
@@ -172,16 +173,18 @@ __device__ bool same_alignment(const ClassifierTarget<floatX> &t) {
            (!t.probs || ((uintptr_t)t.probs - logits) % 16 == 0);
 }
 
-// Kernel 2 with 16 bytes a thread: an eighth of the loads and stores (in 16-bit types), and one look at the running
-// maximum for eight logits. A row begins wherever P puts it: the few elements on either side of its 16-byte multiples
-// are left to single threads. Where dlogits or probs lie differently from the logits, the second pass goes by elements.
+// Version 3: version 2 with 16 bytes a load and store. In 16-bit types this has an eighth of the loads and stores, and
+// one comparison with the running maximum for eight logits. P decides where a row begins: the elements on either side
+// of the row's 16-byte multiples are left to single threads. It loses where dlogits or probs have another alignment
+// than the logits: the second pass then accesses single elements. Like version 2 it depends on the L2 for the second
+// read.
 //
-// reverse: kernel 4. A block reads its row from the end to the beginning, then goes over it from the beginning on: what
-// it came by last, it needs first. So a part of the row is still in the cache even where all of it doesn't fit: one
-// that drops what was used longest ago and holds 60% of the row has none of it when the second pass begins where the
-// first one did, and 60% when it begins where that one ended. The second read and the writes are streaming: nobody
-// needs them again here, so they don't drive out what others will read a second time. Both are ideas of llm.c's
-// fused_classifier.
+// Version 4, reverse: the first read runs from the end of the row to its beginning, the second one from the beginning.
+// The second read begins with the lines that were read last, so that a part of it hits the L2 even if the L2 does not
+// hold the whole row: an LRU cache of 60% of a row serves none of a second read in the same direction, and 60% of one
+// in the opposite direction. The second read and the writes are streaming: their lines are not used again, and leave
+// the L2 to the rows of other blocks. It costs no instruction. It loses to version 5 where the rows in progress exceed
+// the L2: part of each row is then read from DRAM twice. Both ideas are from llm.c's fused_classifier.
 template <typename floatX, bool softcap, Extras extras, bool reverse>
 __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel3(ClassifierArguments<floatX> args) {
     typedef Packed128<floatX> x128;
@@ -189,19 +192,19 @@ __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel
     const long long row = blockIdx.x;
     const ClassifierTarget<floatX> target = find_target<softcap, extras>(args, row);
     const Cut cut(target.logits, args.V);
-    RunningSoftmax seen(args.power);
-    auto see_one = [&](unsigned j) {
-        update_statistics<softcap, extras>(seen, load_packed<one>(target.logits + j), j, target, args);
+    RunningSoftmax running(args.power);
+    auto read_one = [&](unsigned j) {
+        update_statistics<softcap, extras>(running, load_packed<one>(target.logits + j), j, target, args);
     };
     if (target.read) {
-        if (threadIdx.x < cut.head) see_one(threadIdx.x);
+        if (threadIdx.x < cut.head) read_one(threadIdx.x);
         for (unsigned n = threadIdx.x; n < cut.vectors; n += blockDim.x) {
             const unsigned j = cut.head + (reverse ? cut.vectors - 1 - n : n) * x128::size;
-            update_statistics<softcap, extras>(seen, load128(target.logits + j), j, target, args);
+            update_statistics<softcap, extras>(running, load128(target.logits + j), j, target, args);
         }
-        if (cut.tail + threadIdx.x < args.V) see_one(cut.tail + threadIdx.x);
+        if (cut.tail + threadIdx.x < args.V) read_one(cut.tail + threadIdx.x);
     }
-    const OnlineSoftmax all = block_merge<extras>(seen.result(), args);
+    const OnlineSoftmax all = block_merge<extras>(running.result(), args);
     const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
     if (threadIdx.x == 0) write_scalars<extras>(args, row, target, all);
     auto write_one = [&](unsigned j) {
@@ -220,23 +223,24 @@ __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel
             for (unsigned j = threadIdx.x; j < args.V; j += blockDim.x) write_one(j);
         }
     }
-    if (target.ignored && target.probs) __syncthreads();  // all have read what others now make 0
+    if (target.ignored && target.probs) __syncthreads();  // all logits have been read before zeros replace them
     zero_columns128(target.dlogits, target.ignored ? 0 : args.V, args.P);
     zero_columns128(target.probs, args.V, args.P);
 }
 
-// Up to 14 elements of a row lie before and behind its vectors: one for each thread. Returns the thread's column, or V.
+// The column of a thread's element before or behind the row's vectors, of which there are at most 14; V if it has none.
 __device__ inline unsigned edge_column(const Cut &cut, unsigned thread, unsigned V) {
     return thread < cut.head ? thread : min(cut.tail + thread - cut.head, V);
 }
 
-constexpr unsigned kHeldVectors = 8;       // per thread, of a row that a warp holds, at most
-constexpr unsigned kStagedVectors = 2048;  // 32 KB: rows of fewer vectors do not pass through the ring
+constexpr unsigned kHeldVectors = 8;       // per thread, at most, of a row in the registers of a warp
+constexpr unsigned kStagedVectors = 2048;  // per row, at least, to pass through the ring: 32 KB
 
-// A short row is read once: a warp holds it in registers, `held` vectors a thread, from the read to the write. All of a
-// thread's loads are issued before the first one is used. The largest value comes first, then the sum, which is not
-// scaled again. (Blocks that hold a longer row in the same way, and meet at a barrier, were slower than version 4: V =
-// 4096 80% of the copy rate against 84%, V = 8192 81% against 84%, H200.)
+// Version 5 for short rows. A row is read once: a warp keeps it in registers, `held` vectors a thread, from the read to
+// the write. That saves the second read, and the rescaling of the sums, since the maximum is computed first. Each
+// thread issues all of its loads before it uses the first. The cost is registers. It loses on longer rows: blocks that
+// keep a row in registers in the same way were slower than version 4 (V = 4096: 80% of the copy rate against 84%, V =
+// 8192: 81% against 84%, H200).
 template <typename floatX, bool softcap, Extras extras, unsigned held>
 __global__ void __launch_bounds__(256) classifier_fused_kernel5_short(ClassifierArguments<floatX> args) {
     typedef Packed128<floatX> x128;
@@ -261,8 +265,8 @@ __global__ void __launch_bounds__(256) classifier_fused_kernel5_short(Classifier
         }
         if (edge < args.V) x_edge = load_packed<one>(target.logits + edge);
         if (target.index < args.V) set_logit<softcap, extras>(target, args, (float)target.logits[target.index]);
-        RunningSoftmax seen(args.power);
-        auto each = [&](auto what) {  // what(some vectors, the first one's column)
+        RunningSoftmax running(args.power);
+        auto each = [&](auto what) {  // what(vectors, column of the first element)
 #pragma unroll
             for (unsigned u = 0; u < held; u++) {
                 const x128 vector[1] = {x[u]};
@@ -271,11 +275,11 @@ __global__ void __launch_bounds__(256) classifier_fused_kernel5_short(Classifier
             const one element[1] = {x_edge};
             if (edge < args.V) what(element, edge);
         };
-        each([&](const auto &some, unsigned j) { update_max<softcap, extras>(seen, some, j, 0, target, args); });
-        each([&](const auto &some, unsigned) { update_sums<softcap, extras>(seen, some, args); });
-        all = warp_merge<extras>(seen.result(), args);
+        each([&](const auto &some, unsigned j) { update_max<softcap, extras>(running, some, j, 0, target, args); });
+        each([&](const auto &some, unsigned) { update_sums<softcap, extras>(running, some, args); });
+        all = warp_merge<extras>(running.result(), args);
     }
-    __syncwarp();  // no lane overwrites the target's logit before all have read it
+    __syncwarp();  // all lanes have read the target's logit
     const ClassifierGradient g = gradient_constants(args, target, all, dloss_of(args, row));
     if (thread == 0) write_scalars<extras>(args, row, target, all);
     if (!target.read && !target.ignored) {  // a bad target
@@ -817,23 +821,22 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
 //
 // A target of options.ignore_index, whatever that is: loss 0, gradient 0, not correct; lse and probs as for any row,
 // and if neither is wanted the row is not read. Any other target outside 0..V-1: loss NaN, gradient NaN in columns
-// 0..V-1, not correct, and status (one status word that the caller set to kStatusOk, or null) says which such row came
-// first. A logit of -inf has probability 0. A row that holds a NaN, +inf or nothing but -inf (or V = 0): its lse, loss,
-// probabilities and gradient are NaN; with a softcap infinities are +-softcap instead. Where one logit is NaN, none is
-// the largest.
+// 0..V-1, not correct, and status (a status word that the caller has set to kStatusOk, or null) gets the first such
+// row. A logit of -inf has probability 0. A row that holds a NaN, +inf or nothing but -inf (or V = 0): its lse, loss,
+// probabilities and gradient are NaN; with a softcap infinities are +-softcap instead. If a logit is NaN, correct is 0.
 //
 // losses are not multiplied by dloss or divided by the divisor. With options.add_losses they are added to what losses
-// holds (an ignored row adds 0); all other outputs are written. For the gradient of the losses' mean, options.dloss is
-// 1 over the number of targets that count, or options.divisor is that number. block_size: a multiple of 32 up to 1024;
-// the table of versions has those that were fastest. Version 5 takes 128 to 832 of it, at most 768 where nothing is
-// written but scalars. Nothing is allocated or synchronised. Returns cudaErrorInvalidValue for P < V, a negative size,
-// another block size or what valid_options() refuses; else the launch's own error; cudaSuccess without a launch when
-// N = 0. A pending CUDA error stays pending. dlogits and probs are formed in float and rounded once.
-// The same inputs give the same bits at the same block size, for the same outputs; version 1, at any. A softcap leaves
-// z exact to softcap * 1e-7. Probabilities below 2^-126 are 0; below 2^-63, where |z| is beyond 2^23. The
-// label smoothing term is the mean of max_i z_i - z_j over the vocabulary: a sum in float, scaled so that no partial
-// sum overflows, with compensated additions. It is within 1e-6 of itself for all finite logits, and a loss is infinite
-// only if it is beyond float's range.
+// holds (an ignored row adds 0); all other outputs are overwritten. For the gradient of the losses' mean, options.dloss
+// is 1 over the number of targets that are not ignored, or options.divisor is that number. block_size: a multiple of 32
+// up to 1024; the table of versions has the fastest. Version 5 takes 128 to 832 of it, at most 768 where nothing is
+// written but scalars. Allocates nothing, does not synchronise. Returns cudaErrorInvalidValue for P < V, a negative
+// size, another block size, or options that valid_options() refuses; otherwise the error of the launch. For N = 0 it
+// returns cudaSuccess without a launch. A pending CUDA error stays pending. dlogits and probs are computed in float and
+// rounded once. The same inputs give the same bits at the same block size for the same outputs; version 1 at any block
+// size. With a softcap, z is exact to softcap * 1e-7. Probabilities below 2^-126 are 0, or below 2^-63 where |z|
+// is beyond 2^23. The label smoothing term is the mean of max_i z_i - z_j over the vocabulary: a sum in float, scaled
+// so that no partial sum overflows, with compensated additions. Its relative error is at most 1e-6 for all finite
+// logits, and a loss is infinite only if it is beyond float's range.
 
 template <typename floatX>
 using ClassifierFused = cudaError_t (*)(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
@@ -841,12 +844,12 @@ using ClassifierFused = cudaError_t (*)(floatX *dlogits, float *losses, float *l
                                         status_word *status, int N, int V, int P, ClassifierOptions options,
                                         int block_size, cudaStream_t stream);
 
-// For a mean over the rows that are not ignored, without the host: adds the number of these rows to *rows, and the sum
-// of all N losses to *total (float, in device memory; either may be null). Set both to 0, call this with the targets of
-// each micro-batch and losses = total = null, and *rows is the divisor that ClassifierOptions takes; after the losses
-// have been written, *total / *rows is their mean. Targets outside the vocabulary count, and their losses are NaN. The
-// sums of a call are rounded once, so that *rows is exact up to 2^24. The same inputs give the same bits. Targets may
-// be null without rows, losses without total.
+// Computes a mean over the rows that are not ignored without the host. Adds the number of these rows to *rows, and the
+// sum of all N losses to *total; both are floats in device memory, and either may be null. Set both to 0 and call this
+// with the targets of each micro-batch and losses = total = null: *rows is then the divisor of ClassifierOptions. Call
+// it again with the losses: *total / *rows is their mean. Targets outside the vocabulary count, and their losses are
+// NaN. A call rounds each of its sums once, so that *rows is exact up to 2^24. The same inputs give the same bits.
+// Targets may be null without rows, losses without total.
 inline cudaError_t classifier_totals(float *rows, float *total, const int *targets, const float *losses, int N,
                                      int ignore_index, cudaStream_t stream) {
     if (N < 0 || (N > 0 && ((rows && !targets) || (total && !losses)))) return cudaErrorInvalidValue;
@@ -911,26 +914,27 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
                              });
 }
 
-// The plan for rows of so many vectors on blocks that may have `shared` bytes: the fewest blocks a row (1, 2, 4 or 8)
-// that leave the ring room for 2.2 rows, or 8; 16, if that is most_ranks, where 8 leave less than 1.5 rows' room.
-// Clusters of 16 are beyond what every device has, and leave more multiprocessors idle. Where nothing is written but
-// scalars, a chunk may go as soon as it was seen, and one block will do. Where a block has few rows, two blocks share
-// each if they are long: then the first is seen and the last is written in half the time. (V = 50304, H200: 4% of the
-// time of 2048 rows, 5% of 640; V = 40960 lost 3%.) False if there is no plan, and for rows of less than 32 KB.
+// Plans version 5 for rows of `vectors` vectors on blocks with `shared` bytes of shared memory. Uses the fewest blocks
+// a row (1, 2, 4 or 8) with room for 2.2 rows in the ring, at most 8; 16, if most_ranks allows it and 8 have room for
+// less than 1.5 rows. Not every device has clusters of 16, and they leave more multiprocessors idle. If only scalars
+// are written, a chunk leaves the ring after its read, and one block is enough. If the rows are few and long, two
+// blocks share each, so that the first row is read and the last one is written in half the time. (V = 50304, H200: 4%
+// of the time of 2048 rows, 5% of 640; V = 40960 lost 3%.) Returns false if there is no plan, and for rows of less than
+// 32 KB.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, bool few, int block_size,
                          size_t shared, unsigned most_ranks) {
     if (vectors < kStagedVectors) return false;
     const unsigned most = writes ? kStagedThreads : kReadingThreads;
     const unsigned warps = std::clamp(block_size, 4 * kWarpSize, (int)most) / kWarpSize;
-    plan->writers = writes ? (warps - 2) / 2 : 0;  // beside the clerk and the mover
+    plan->writers = writes ? (warps - 2) / 2 : 0;  // the clerk and the mover are 2 warps
     plan->readers = warps - 2 - plan->writers;
     const unsigned threads = (writes ? plan->writers : plan->readers) * kWarpSize;
     *ranks = few && writes && vectors >= kSharedVectors ? 2 : 1;
     const size_t row_bytes = (size_t)vectors * 16;
     while (writes && *ranks < 8 && row_bytes / *ranks > shared * 45 / 100) *ranks *= 2;
     if (writes && most_ranks == 16 && row_bytes / 8 > shared * 2 / 3) *ranks = 16;
-    const unsigned chunks = ceil_div(vectors, *ranks * threads * kVectors);  // a block's of a row
-    // Equal shares for all blocks; for a single one, chunks of whole rounds of its threads.
+    const unsigned chunks = ceil_div(vectors, *ranks * threads * kVectors);  // per row and block
+    // Several blocks have equal shares. The chunks of a single block are a multiple of its threads.
     const unsigned round = *ranks > 1 ? kWarpSize : threads;
     plan->chunk = ceil_div(ceil_div(vectors, *ranks * chunks), round) * round;
     plan->stages = (unsigned)(shared / (plan->chunk * 16));
@@ -938,7 +942,7 @@ inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool 
     return plan->stages >= (writes ? chunks : 1) + kLeaving;
 }
 
-// cudaErrorNotSupported if there is no plan for it: that depends on the device and the arguments alone.
+// Returns cudaErrorNotSupported if there is no plan, which depends on the device and the arguments alone.
 template <Extras extras, typename floatX>
 cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_size, cudaStream_t stream) {
     const auto kernel = classifier_fused_kernel5<floatX, extras>;
@@ -973,12 +977,12 @@ cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_siz
     return launch_kernel(config, kernel, args, plan);
 }
 
-// Returns cudaErrorNotSupported for rows that a warp does not hold.
+// Returns cudaErrorNotSupported for rows that do not fit into the registers of a warp.
 template <bool softcap, Extras extras, typename floatX>
 cudaError_t launch_short(const ClassifierArguments<floatX> &args, int block_size, cudaStream_t stream) {
     const unsigned vectors = args.V / Packed128<floatX>::size;
     if (vectors > kHeldVectors * kWarpSize) return cudaErrorNotSupported;
-    int block = std::min(block_size, 2 * kWarpSize);  // small blocks: their warps end at about the same time
+    int block = std::min(block_size, 2 * kWarpSize);  // the warps of a small block end at about the same time
     const unsigned grid_size = grid_blocks((long long)args.N * kWarpSize, &block);
     const auto kernel = vectors <= kHeldVectors / 2 * kWarpSize
                             ? classifier_fused_kernel5_short<floatX, softcap, extras, kHeldVectors / 2>
@@ -986,11 +990,11 @@ cudaError_t launch_short(const ClassifierArguments<floatX> &args, int block_size
     return launch_kernel(kernel, grid_size, block, 0, stream, args);
 }
 
-// A row that a warp does not hold is for version 4 if it is shorter than 32 KB, where there are no clusters (before
-// compute capability 9.0), and if it is too long for them; also with a softcap, for accuracy and where logits change
-// their sign: the arithmetic takes longer than a second read then, and more threads do it faster (H200, V = 50257,
-// softcap: 0.70 ms against 0.84; with tanh as a polynomial where |u| is at most 1, in place of two of the three
-// special functions: 0.79).
+// Version 5 falls back on version 4 for a row that does not fit into the registers of a warp, if the row is shorter
+// than 32 KB, the device has no clusters (before compute capability 9.0), or the row is too long for a cluster. It also
+// does so with a softcap, for `correct` and for a logit_scale that is not positive: the arithmetic then takes longer
+// than the second read, and the more threads of version 4 are faster (H200, V = 50257, softcap: 0.70 ms against 0.84;
+// against 0.79 with a polynomial tanh for |u| at most 1, which replaces two of the three special functions).
 template <typename floatX>
 cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,
@@ -1005,7 +1009,7 @@ cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX
                 error = launch_staged<extras.value>(args, block_size, stream);
                 if (error != cudaErrorNotSupported) return error;
             }
-            // About eight vectors a thread are best there.
+            // Version 4 is fastest with about eight vectors a thread.
             const int threads =
                 std::clamp((int)(args.V / Packed128<floatX>::size) / 8 / kWarpSize * kWarpSize, 64, 512);
             return launch_reverse<softcap.value, extras.value>(args, std::min(block_size, threads), stream);
@@ -1019,14 +1023,14 @@ struct ClassifierProperties {
 
 template <typename floatX>
 constexpr Version<ClassifierFused<floatX>, ClassifierProperties> classifier_fused_versions[] = {
-    {1, "warp", "a warp a row, maximum and sum in one read", classifier_fused1<floatX>, 256},
-    {2, "block", "a block a row", classifier_fused2<floatX>, 512, kSameAtABlockSize},
-    {3, "x128", "a thread 16 bytes", classifier_fused3<floatX>, 512, kSameAtABlockSize,
+    {1, "warp", "one warp per row, maximum and sum in one read", classifier_fused1<floatX>, 256},
+    {2, "block", "one block per row", classifier_fused2<floatX>, 512, kSameAtABlockSize},
+    {3, "x128", "each thread loads and stores 16 bytes", classifier_fused3<floatX>, 512, kSameAtABlockSize,
      {Packed128<floatX>::size}},
-    {4, "reverse", "two passes in opposite order, so that the second meets the cache", classifier_fused4<floatX>, 512,
+    {4, "reverse", "two passes in opposite order, so that the second one hits the L2", classifier_fused4<floatX>, 512,
      kSameAtABlockSize, {Packed128<floatX>::size}},
-    {5, "staged", "a row is read once, waits on the chip, and the next one arrives meanwhile",
-     classifier_fused5<floatX>, kStagedThreads, kSameAtABlockSize, {Packed128<floatX>::size}},
+    {5, "staged", "a row is read once and waits on the chip while the next one arrives", classifier_fused5<floatX>,
+     kStagedThreads, kSameAtABlockSize, {Packed128<floatX>::size}},
 };
 
 }  // namespace bookends

@@ -9,19 +9,19 @@
 namespace bookends {
 
 struct ClassifierOptions {
-    float dloss = 1;  // the gradient of each row's loss: 1/N for that of the mean
+    float dloss = 1;  // the gradient of each row's loss: 1/N for the mean of the losses
     float logit_scale = 1;
-    float softcap = 0;  // 0: none
+    float softcap = 0;  // 0: no softcap
     float label_smoothing = 0;
     float z_loss = 0;
     int ignore_index = -100;  // rows with this target have loss 0 and gradient 0
-    // One float in device memory that the gradients are divided by, beside dloss: the number of rows that count, for a
-    // mean over them (see classifier_totals()). 0 makes the gradients 0. Null: no divisor.
+    // A float in device memory that divides the gradients, or null. For a mean over the rows that are not ignored it is
+    // their number, from classifier_totals(). A divisor of 0 makes the gradients 0.
     const float *divisor = nullptr;
-    bool add_losses = false;  // losses are added to what is there, and not written over it
+    bool add_losses = false;  // losses are added to the output, not written over it
 };
 
-// Finite, in their ranges, and none so large or small that a constant formed of them is no longer finite.
+// Whether all options are in their ranges, and all constants computed from them are finite.
 inline bool valid_options(const ClassifierOptions &o) {
     const bool finite = std::isfinite(o.dloss) && std::isfinite(2 * o.logit_scale) && std::isfinite(2 * o.softcap) &&
                         std::isfinite(o.label_smoothing) && std::isfinite(2 * o.z_loss) &&
@@ -31,14 +31,14 @@ inline bool valid_options(const ClassifierOptions &o) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// what the kernels share
+// arguments and exponentials
 
-// Exponentials are powers of two here, as in the hardware: exp(z) = 2^(z * log2(e)).
+// Exponentials are computed as powers of two, like the hardware's: exp(z) = 2^(z * log2(e)).
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
-// The launcher's arguments, and the constants that the options come to: z = value * size, where value is the logit, its
-// sign turned if logit_scale is negative (with kAllExtras), or tanh of it. So the largest value is that of the
-// largest z, and a scale costs nothing: exp(z) is the power of two of value * (size * log2(e)).
+// The launcher's arguments, and constants computed from the options. The kernels compute with values: z = value * size.
+// A value is the logit; with kAllExtras, the logit times the sign of logit_scale; with a softcap, the tanh. The largest
+// value then belongs to the largest z, and the scale costs no instruction: exp(z) = 2^(value * power).
 template <typename floatX>
 struct ClassifierArguments {
     floatX *dlogits;
@@ -52,22 +52,22 @@ struct ClassifierArguments {
     int N;
     unsigned V = 0, P = 0;
     ClassifierOptions options = {};
-    float size = 0, power = 0;  // the latter is size * log2(e)
+    float size = 0, power = 0;  // power = size * log2(e)
     float sign = 0;             // of logit_scale: 1, -1 or 0
-    float inner = 0;            // with a softcap: exp(2u) = 2^(inner * x), where tanh(u) is wanted
+    float inner = 0;            // with a softcap, which computes tanh(u): exp(2u) = 2^(inner * x)
     float smoothing = 0;        // label_smoothing / V
-    // The sum of (max - z_j) over the vocabulary, which label smoothing adds to the loss with the factor smoothing, is
-    // formed of values times `gap_scale`, a power of two: the largest that is not above smoothing * size, but 1 at most
-    // and 2^-126 at least. So no partial sum is beyond the loss; and since terms are products and differences in one
-    // rounding (fmaf), what is scaled loses no digits, save below 2^-149. The loss has loss_of_gaps times the sum.
+    // Label smoothing adds smoothing * sum_j (max - z_j) to the loss. The sum is computed from values times gap_scale:
+    // the largest power of two that is at most smoothing * size, limited to 2^-126 .. 1. No partial sum is then larger
+    // than the loss. Each term is rounded once (fmaf), so that scaling loses no digits above 2^-149. The loss is
+    // increased by loss_of_gaps times the scaled sum.
     float gap_scale = 1;
     double loss_of_gaps = 0;
 };
 
-// exp(z - max) as 2^(value * factor - point), which is a multiply-add. The point is max * power, rounded. What it is
-// off by does no harm, since all that is formed of a row counts from the same point; until it is too much. But from
-// 2^30 on the float next to max is 2^-64 times as likely already: whether a value is the largest is all that counts,
-// and for that any factor does which makes max * factor exact.
+// Computes exp(z - max) as 2^(value * factor - point), one multiply-add and one power. The point is max * power,
+// rounded. Its rounding error cancels, because all sums of a row use the same point, while the point is below 2^30.
+// From there on, the float next below max has a probability of at most 2^-64 times the largest one: only whether a
+// value is the largest matters. Then the factor is a power of two, which makes max * factor exact.
 struct Exponent {
     float factor, point;
 
@@ -75,32 +75,35 @@ struct Exponent {
         factor = power;
         point = max * power;
         if (!(fabsf(point) < 0x1p30f)) {
-            // A power of two, near 2^31/max: so large that smaller values come to 0.
+            // A power of two near 2^31 / max, which is large enough to make the exponentials of smaller values 0.
             factor = __uint_as_float(min(285u - (__float_as_uint(max) >> 23 & 0xffu), 254u) << 23);
             point = max * factor;
         }
     }
     __device__ float exp(float value) const { return fast_exp2(fmaf(value, factor, -point)); }
-    __device__ float off(float max) const { return fmaf(max, factor, -point); }  // in powers of two
+    __device__ float point_error(float max) const { return fmaf(max, factor, -point); }
 };
 
-// What a sum that counts from one maximum is multiplied with, to count from another one. Halves, since the difference
-// itself may overflow where its product with the power doesn't.
+// The factor that converts a sum of exp(z - from) to a sum of exp(z - to). The difference is computed from halves,
+// since it may overflow although its product with the power does not.
 __device__ inline float rescale(float from, const Exponent &of_from, float to, const Exponent &of_to, float power) {
     const float half_way = (0.5f * from - 0.5f * to) * power;
-    return fast_exp2(fmaf(2.0f, half_way, of_to.off(to) - of_from.off(from)));
+    return fast_exp2(fmaf(2.0f, half_way, of_to.point_error(to) - of_from.point_error(from)));
 }
 __device__ inline float rescale(float from, float to, float power) {
     return rescale(from, Exponent(from, power), to, Exponent(to, power), power);
 }
 
-// What more there is to do for each element of a row, at compile time: nothing; the sum of the values, for label
-// smoothing; or that, whether any logit beats the target's, and signs.
-enum Extras { kNoExtras, kSum, kAllExtras };
+// The additional work for each element of a row, chosen at compile time.
+enum Extras {
+    kNoExtras,
+    kSum,       // sums the gaps, max - value, for label smoothing
+    kAllExtras  // kSum; compares each logit with the target's; allows any sign of logit_scale
+};
 
-// With a softcap, tanh(u) = 1 - 2r and its slope 1 - tanh(u)^2, from e = exp(2u) and r = 1 / (1+e). tanh is off by two
-// roundings of a number near 1 whatever u is. The slope is 4e / (1+e)^2: no difference of numbers that are almost
-// equal. Where e is infinite, r is 0 and e*r NaN, of which fminf makes the 1 that e*r goes to.
+// The value of a logit, and its slope. With a softcap: tanh(u) = 1 - 2r with e = exp(2u) and r = 1 / (1+e), within two
+// roundings of a number near 1 for every u. The slope 1 - tanh(u)^2 is computed as 4e / (1+e)^2, without cancellation.
+// For an infinite e, r is 0 and e*r is NaN; fminf() then returns 1, the limit of e*r.
 template <bool softcap, Extras extras, typename floatX>
 __device__ float value_and_slope(float x, const ClassifierArguments<floatX> &args, float *slope) {
     if constexpr (softcap) {
@@ -113,20 +116,23 @@ __device__ float value_and_slope(float x, const ClassifierArguments<floatX> &arg
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// the target of a row
+
 // A row and its target.
 template <typename floatX>
 struct ClassifierTarget {
     const floatX *logits;
     floatX *dlogits, *probs;  // null: not wanted
-    unsigned index;           // of a good target; else none of the columns
+    unsigned index;           // the target's column; UINT32_MAX if it is ignored or bad
     bool ignored, bad;
-    bool read;              // whether anything is wanted that the logits decide
-    float x, value, slope;  // of the target's logit: read here, before anybody can overwrite it
+    bool read;              // an output that depends on the logits is wanted
+    float x, value, slope;  // of the target's logit, which is read before the gradient can overwrite it
 
     __device__ bool second_pass() const { return (dlogits && !ignored) || probs; }
 };
 
-// All but the target's logit.
+// Describes the target of a row, without its logit.
 template <typename floatX>
 __device__ ClassifierTarget<floatX> describe_target(const ClassifierArguments<floatX> &args, long long row,
                                                     int target) {
@@ -155,51 +161,52 @@ __device__ ClassifierTarget<floatX> find_target(const ClassifierArguments<floatX
     return t;
 }
 
-// What has been seen of a row, as an online softmax has it: the largest value, and the sum of exp(z - max), as Exponent
-// forms it. The maximum starts at the lowest finite number: with -inf, a row that begins with -inf would come to
-// -inf - -inf. Extras: the sum of the gaps, max - value, times args.gap_scale, with the number of values in it; and
-// whether any logit beats the target's: is larger, or as large and comes before it. (Under a softcap too it is the
-// logits that are compared: tanh keeps their order, until rounding makes them equal. A NaN beats everything.)
-//
-// No gap is negative, so their sum is as exact, relative to itself, as its additions are, whatever the values are and
-// whichever of them is an outlier. The only reference point is the maximum so far.
+// ---------------------------------------------------------------------------------------------------------------------
+// the statistics of a row
+
+// The statistics of an online softmax over some values of a row: their maximum, and the sum of exp(z - max) as computed
+// by Exponent. The maximum starts at the lowest finite number: from -inf, a row that begins with -inf would compute
+// -inf - -inf. With kSum: the sum of the gaps, max - value, times args.gap_scale, and the number of values in it. No
+// gap is negative, so that the sum's relative error is that of its additions, also with outliers. With kAllExtras:
+// whether a logit beats the target's, which is larger, or equal and in front of it. (With a softcap too, the logits are
+// compared: tanh would round some to equal values. A NaN beats every logit.)
 struct OnlineSoftmax {
     float max = -FLT_MAX, sum = 0, gaps = 0;
     unsigned count = 0;
     bool beaten = false;
 };
 
-// (a - b) * scale, scale being a power of two: a difference that may overflow if its parts are not scaled before.
+// (a - b) * scale for a power of two. Both are scaled before the subtraction, which could overflow otherwise.
 __device__ inline float scaled_gap(float a, float b, float scale) { return fmaf(a, scale, -(b * scale)); }
 
-// The sum of gaps, counted from another maximum. Of no values there is none, however far the maxima are apart.
-__device__ inline float gaps_from(float largest, const OnlineSoftmax &seen, float scale) {
-    return seen.count > 0 ? fmaf((float)seen.count, scaled_gap(largest, seen.max, scale), seen.gaps) : 0.0f;
+// The sum of gaps relative to another maximum; 0 for no values, also if the scaled difference of the maxima is
+// infinite.
+__device__ inline float gaps_from(float largest, const OnlineSoftmax &row, float scale) {
+    return row.count > 0 ? fmaf((float)row.count, scaled_gap(largest, row.max, scale), row.gaps) : 0.0f;
 }
 
-// The same while it grows, with how exponentials are formed at present.
+// The statistics while values are added, with the Exponent of the present maximum.
 struct RunningSoftmax : OnlineSoftmax {
     Exponent exponent;
-    float lost = 0;  // what the additions to `gaps` have rounded off
+    float lost = 0;  // the sum of the rounding errors of the additions to `gaps`
     __device__ explicit RunningSoftmax(float power) : exponent(max, power) {}
 
-    // The sum of more gaps, and how many they are. The rounding error of each addition is kept (the branch of
-    // Neumaier's compensated summation, 1974, in which the sum is the larger one): small gaps behind an outlier are not
-    // lost.
+    // Adds the sum of some gaps, and their number. The rounding error of the addition is kept (Neumaier's compensated
+    // summation, 1974, its branch for a sum larger than the term), so that small gaps after an outlier are not lost.
     __device__ void add_gaps(float more, unsigned values) {
         const float total = gaps + more;
         lost += gaps - total + more;
         gaps = total;
         count += values;
     }
-    // What has been seen. Where a gap is infinite, so is their sum, and `lost` is NaN.
+    // The statistics so far. (With an infinite gap, the sum is infinite and `lost` is NaN.)
     __device__ OnlineSoftmax result() const {
         OnlineSoftmax all = *this;
         if (isfinite(lost)) all.gaps += lost;
         return all;
     }
 
-    // A value has come by that may be the largest.
+    // Raises the maximum to `largest`, if that is larger.
     template <Extras extras, typename floatX>
     __device__ void raise(float largest, const ClassifierArguments<floatX> &args) {
         if (!(largest > max)) return;
@@ -211,7 +218,7 @@ struct RunningSoftmax : OnlineSoftmax {
     }
 };
 
-// The largest of a vector's elements; 16-bit ones go two an instruction. A NaN is none.
+// The largest element of a vector. NaNs are skipped. 16-bit types compare two elements an instruction.
 template <typename T, int width>
 __device__ float largest_of(const Packed<T, width> &x) {
     if constexpr (sizeof(T) == 2 && width > 1) {
@@ -230,7 +237,7 @@ __device__ float largest_of(const Packed<T, width> &x) {
     }
 }
 
-// Of neighbours first, then of the sums: shorter than one after the other, and closer.
+// Pairwise summation: fewer dependent additions than one after another, and smaller rounding errors.
 template <int width>
 __device__ float sum_of(const float (&values)[width]) {
     float sums[width];
@@ -243,9 +250,10 @@ __device__ float sum_of(const float (&values)[width]) {
     return sums[0];
 }
 
-// Sees vectors, whose first columns are `stride` apart: first what the largest value is, then the sums.
+// update_statistics() adds vectors of a row, whose first columns are `stride` apart: first update_max(), then
+// update_sums().
 template <bool softcap, Extras extras, typename floatX, int width, int count>
-__device__ void update_max(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count], unsigned column,
+__device__ void update_max(RunningSoftmax &running, const Packed<floatX, width> (&x)[count], unsigned column,
                            unsigned stride, const ClassifierTarget<floatX> &target,
                            const ClassifierArguments<floatX> &args) {
     float largest = -FLT_MAX, slope;
@@ -259,7 +267,7 @@ __device__ void update_max(RunningSoftmax &seen, const Packed<floatX, width> (&x
                 const float mine = args.sign * (float)x[u][k], best = args.sign * target.x;
                 most = fmaxf(most, mine);
                 const bool behind = column + u * stride + k >= target.index;
-                if (!(mine < best || (mine == best && behind))) seen.beaten = true;
+                if (!(mine < best || (mine == best && behind))) running.beaten = true;
             }
             most *= args.sign;
         } else {
@@ -267,12 +275,12 @@ __device__ void update_max(RunningSoftmax &seen, const Packed<floatX, width> (&x
         }
         largest = fmaxf(largest, value_and_slope<softcap, extras>(most, args, &slope));
     }
-    seen.raise<extras>(largest, args);
+    running.raise<extras>(largest, args);
 }
 template <bool softcap, Extras extras, typename floatX, int width, int count>
-__device__ void update_sums(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count],
+__device__ void update_sums(RunningSoftmax &running, const Packed<floatX, width> (&x)[count],
                             const ClassifierArguments<floatX> &args) {
-    const float max_scaled = seen.max * args.gap_scale;
+    const float max_scaled = running.max * args.gap_scale;
     float sums[count], gap_sums[count], slope;
 #pragma unroll
     for (int u = 0; u < count; u++) {
@@ -281,33 +289,34 @@ __device__ void update_sums(RunningSoftmax &seen, const Packed<floatX, width> (&
 #pragma unroll
         for (int k = 0; k < width; k++) value[k] = value_and_slope<softcap, extras>(value[k], args, &slope);
         if constexpr (extras != kNoExtras) {
-            // The digits of a few halves and of their sum fit into a float; of the other types gaps are added up.
-            constexpr bool whole = std::is_same_v<floatX, half>;
+            // A few halves and their sum are exact in float, so that the vector's gaps are computed from the sum of the
+            // values. For the other types, gaps are added.
+            constexpr bool exact = std::is_same_v<floatX, half>;
             float gaps[width];
 #pragma unroll
-            for (int k = 0; k < width; k++) gaps[k] = whole ? value[k] : fmaf(-args.gap_scale, value[k], max_scaled);
+            for (int k = 0; k < width; k++) gaps[k] = exact ? value[k] : fmaf(-args.gap_scale, value[k], max_scaled);
             const float sum = sum_of(gaps);
-            gap_sums[u] = whole ? fmaf((float)width, seen.max, -sum) * args.gap_scale : sum;
+            gap_sums[u] = exact ? fmaf((float)width, running.max, -sum) * args.gap_scale : sum;
         }
 #pragma unroll
-        for (int k = 0; k < width; k++) value[k] = seen.exponent.exp(value[k]);
+        for (int k = 0; k < width; k++) value[k] = running.exponent.exp(value[k]);
         sums[u] = sum_of(value);
     }
-    seen.sum += sum_of(sums);
-    if constexpr (extras != kNoExtras) seen.add_gaps(sum_of(gap_sums), width * count);
+    running.sum += sum_of(sums);
+    if constexpr (extras != kNoExtras) running.add_gaps(sum_of(gap_sums), width * count);
 }
 template <bool softcap, Extras extras, typename floatX, int width, int count>
-__device__ void update_statistics(RunningSoftmax &seen, const Packed<floatX, width> (&x)[count], unsigned column,
+__device__ void update_statistics(RunningSoftmax &running, const Packed<floatX, width> (&x)[count], unsigned column,
                                   unsigned stride, const ClassifierTarget<floatX> &target,
                                   const ClassifierArguments<floatX> &args) {
-    update_max<softcap, extras>(seen, x, column, stride, target, args);
-    update_sums<softcap, extras>(seen, x, args);
+    update_max<softcap, extras>(running, x, column, stride, target, args);
+    update_sums<softcap, extras>(running, x, args);
 }
 template <bool softcap, Extras extras, typename floatX, int width>
-__device__ void update_statistics(RunningSoftmax &seen, const Packed<floatX, width> &x, unsigned column,
+__device__ void update_statistics(RunningSoftmax &running, const Packed<floatX, width> &x, unsigned column,
                                   const ClassifierTarget<floatX> &target, const ClassifierArguments<floatX> &args) {
     const Packed<floatX, width> one[1] = {x};
-    update_statistics<softcap, extras>(seen, one, column, 0, target, args);
+    update_statistics<softcap, extras>(running, one, column, 0, target, args);
 }
 
 template <Extras extras, typename floatX>
@@ -324,31 +333,35 @@ __device__ OnlineSoftmax merge(const OnlineSoftmax &a, const OnlineSoftmax &b,
     return all;
 }
 
-// What all lanes of a warp, or all threads of a block, have seen together; each gets the same bits. (In a block, values
-// are not counted.)
+// The statistics of all lanes of a warp, or of all threads of a block, merged; each gets the same bits. block_merge()
+// leaves `count` at 0.
 template <Extras extras, typename floatX>
-__device__ OnlineSoftmax warp_merge(const OnlineSoftmax &seen, const ClassifierArguments<floatX> &args) {
+__device__ OnlineSoftmax warp_merge(const OnlineSoftmax &own, const ClassifierArguments<floatX> &args) {
     OnlineSoftmax all;
-    all.max = warp_reduce_max(seen.max);
-    all.sum = warp_reduce_sum(seen.sum * rescale(seen.max, all.max, args.power));
+    all.max = warp_reduce_max(own.max);
+    all.sum = warp_reduce_sum(own.sum * rescale(own.max, all.max, args.power));
     if (extras != kNoExtras) {
-        all.gaps = warp_reduce_sum(gaps_from(all.max, seen, args.gap_scale));
-        all.count = __reduce_add_sync(0xffffffffu, seen.count);
+        all.gaps = warp_reduce_sum(gaps_from(all.max, own, args.gap_scale));
+        all.count = __reduce_add_sync(0xffffffffu, own.count);
     }
-    if (extras == kAllExtras) all.beaten = __any_sync(0xffffffffu, seen.beaten);
+    if (extras == kAllExtras) all.beaten = __any_sync(0xffffffffu, own.beaten);
     return all;
 }
 template <Extras extras, typename floatX>
-__device__ OnlineSoftmax block_merge(const OnlineSoftmax &seen, const ClassifierArguments<floatX> &args) {
+__device__ OnlineSoftmax block_merge(const OnlineSoftmax &own, const ClassifierArguments<floatX> &args) {
     OnlineSoftmax all;
-    all.max = block_reduce_max(seen.max);
-    all.sum = block_reduce_sum(seen.sum * rescale(seen.max, all.max, args.power));
-    if (extras != kNoExtras) all.gaps = block_reduce_sum(gaps_from(all.max, seen, args.gap_scale));
-    if (extras == kAllExtras) all.beaten = __syncthreads_or(seen.beaten);
+    all.max = block_reduce_max(own.max);
+    all.sum = block_reduce_sum(own.sum * rescale(own.max, all.max, args.power));
+    if (extras != kNoExtras) all.gaps = block_reduce_sum(gaps_from(all.max, own, args.gap_scale));
+    if (extras == kAllExtras) all.beaten = __syncthreads_or(own.beaten);
     return all;
 }
 
-// What the second pass needs: e = exp(z - max), p = to_p * e, and the gradient slope * (a * e - b), but at the target.
+// ---------------------------------------------------------------------------------------------------------------------
+// losses and gradients
+
+// The constants of a row's gradient. With e = exp(z - max): p = to_p * e, and dlogits = slope * (a * e - b), except at
+// the target.
 struct ClassifierGradient {
     Exponent exponent;
     float to_p, a, b, at_target;
@@ -363,58 +376,58 @@ __device__ float dloss_of(const ClassifierArguments<floatX> &args, long long row
     return divisor != 0 ? dloss / divisor : 0.0f;
 }
 
-// The logarithm of a row's sum of exp(z - max), and of its sum of exp(z). All that is formed of max and another z is
-// formed of their difference, so that what the row's logits have in common costs no precision.
+// The logarithm of a row's sum of exp(z - max), and of its sum of exp(z). Where max is combined with another z, it is
+// by their difference, so that a common offset of the row's logits costs no precision.
 struct RowSum {
     float log_sum, lse;
     template <typename floatX>
-    __device__ RowSum(const OnlineSoftmax &seen, const ClassifierArguments<floatX> &args) {
-        const float sum = seen.sum > 0 ? seen.sum : NAN;  // 0: no logit above -inf
-        log_sum = fmaf(-Exponent(seen.max, args.power).off(seen.max), kLn2, logf(sum));
-        lse = fmaf(seen.max, args.size, log_sum);
+    __device__ RowSum(const OnlineSoftmax &all, const ClassifierArguments<floatX> &args) {
+        const float sum = all.sum > 0 ? all.sum : NAN;  // 0: no logit above -inf
+        log_sum = fmaf(-Exponent(all.max, args.power).point_error(all.max), kLn2, logf(sum));
+        lse = fmaf(all.max, args.size, log_sum);
     }
 };
 
 template <typename floatX>
 __device__ ClassifierGradient gradient_constants(const ClassifierArguments<floatX> &args,
-                                                 const ClassifierTarget<floatX> &target, const OnlineSoftmax &seen,
+                                                 const ClassifierTarget<floatX> &target, const OnlineSoftmax &all,
                                                  float dloss) {
     const ClassifierOptions &o = args.options;
-    const Exponent exponent(seen.max, args.power);
+    const Exponent exponent(all.max, args.power);
     const float unit = dloss * o.logit_scale;
-    const float to_p = __frcp_rn(seen.sum > 0 ? seen.sum : NAN);
-    const float factor = (o.z_loss != 0 ? 1 + 2 * o.z_loss * RowSum(seen, args).lse : 1.0f) * to_p;
+    const float to_p = __frcp_rn(all.sum > 0 ? all.sum : NAN);
+    const float factor = (o.z_loss != 0 ? 1 + 2 * o.z_loss * RowSum(all, args).lse : 1.0f) * to_p;
     const float wanted = 1 - o.label_smoothing + args.smoothing;
     const float a = target.bad ? NAN : unit * factor;
-    const float b = args.smoothing != 0 ? unit * args.smoothing : 0.0f;  // not infinity times 0
+    const float b = args.smoothing != 0 ? unit * args.smoothing : 0.0f;  // infinity times 0 would be NaN
     return {exponent, to_p, a, b, target.slope * unit * fmaf(factor, exponent.exp(target.value), -wanted)};
 }
 
-// The row's scalars: by one thread.
+// Writes the row's loss, lse and correct, and reports a bad target. Called by one thread.
 template <Extras extras, typename floatX>
 __device__ void write_scalars(const ClassifierArguments<floatX> &args, long long row,
-                              const ClassifierTarget<floatX> &target, const OnlineSoftmax &seen) {
+                              const ClassifierTarget<floatX> &target, const OnlineSoftmax &all) {
     const ClassifierOptions &o = args.options;
-    const RowSum of_row(seen, args);
+    const RowSum sum(all, args);
     if (target.bad) report_bad_id(args.status, row);
-    // In double, where no difference or product of floats overflows: the loss may be finite all the same.
-    const double size = args.size, to_target = ((double)seen.max - target.value) * size;
-    double loss = of_row.log_sum + to_target;
+    // In double, no difference or product of floats overflows: the loss may be finite where they are not.
+    const double size = args.size, to_target = ((double)all.max - target.value) * size;
+    double loss = sum.log_sum + to_target;
     if (extras != kNoExtras && o.label_smoothing != 0) {
         const double wanted = 1 - (double)o.label_smoothing;
-        loss = of_row.log_sum + wanted * to_target + args.loss_of_gaps * seen.gaps;
+        loss = sum.log_sum + wanted * to_target + args.loss_of_gaps * all.gaps;
     }
     if (o.z_loss != 0) {
-        const double lse = of_row.log_sum + seen.max * size;
+        const double lse = sum.log_sum + all.max * size;
         loss += o.z_loss * lse * lse;
     }
     if (target.ignored || target.bad) loss = target.ignored ? 0 : NAN;
     if (args.losses) args.losses[row] = (float)(o.add_losses ? args.losses[row] + loss : loss);
-    if (args.lse) args.lse[row] = of_row.lse;
-    if (args.correct) args.correct[row] = target.index < args.V && !seen.beaten;
+    if (args.lse) args.lse[row] = sum.lse;
+    if (args.correct) args.correct[row] = target.index < args.V && !all.beaten;
 }
 
-// Of a vector of logits: the gradient, but the target's is as any other's; and the probabilities.
+// The gradient of a vector of logits, without the target's own term; the probabilities of a vector of logits.
 template <bool softcap, Extras extras, typename floatX, int width>
 __device__ Packed<floatX, width> gradient_of(const Packed<floatX, width> &x, const ClassifierGradient &g,
                                              const ClassifierArguments<floatX> &args) {
@@ -439,7 +452,7 @@ __device__ Packed<floatX, width> probabilities_of(const Packed<floatX, width> &x
     return from_floats<floatX>(values);
 }
 
-// The second pass for a vector. An ignored row's dlogits are left to others.
+// Writes the outputs of a vector of logits. The dlogits of an ignored row are not written.
 template <bool softcap, Extras extras, bool streaming, typename floatX, int width>
 __device__ void write_columns(const Packed<floatX, width> &x, unsigned column, const ClassifierTarget<floatX> &target,
                               const ClassifierGradient &g, const ClassifierArguments<floatX> &args) {
@@ -448,13 +461,14 @@ __device__ void write_columns(const Packed<floatX, width> &x, unsigned column, c
     };
     if (target.dlogits && !target.ignored) {
         store(target.dlogits + column, gradient_of<softcap, extras>(x, g, args));
-        // A second store to one element of the row, by the same thread: that costs less than a look at each.
+        // A second store to the target's element, by the same thread, costs less than a comparison at each element.
         if (target.index - column < width) target.dlogits[target.index] = (floatX)g.at_target;
     }
     if (target.probs) store(target.probs + column, probabilities_of<softcap, extras>(x, g, args));
 }
 
-// Columns begin..end-1 of a row, unless that is null. Zeros: padding, and all of an ignored row's gradient.
+// Writes `value` to columns begin..end-1 of a row; does nothing for null. Zeros are for the padding, and for the
+// gradient of an ignored row.
 template <typename floatX>
 __device__ void fill_columns(floatX *row, unsigned begin, unsigned end, float value, unsigned thread,
                              unsigned threads) {
@@ -465,10 +479,9 @@ __device__ void zero_columns(floatX *row, unsigned begin, unsigned end, unsigned
     fill_columns(row, begin, end, 0.0f, thread, threads);
 }
 
-// How `count` elements from an address on are cut: single ones up to the first multiple of 16 bytes, vectors, and
-// single ones.
+// The division of `count` elements into single ones up to the first multiple of 16 bytes, vectors, and single ones.
 struct Cut {
-    unsigned head, vectors, tail;  // where the vectors begin; how many they are; where they end
+    unsigned head, vectors, tail;  // the vectors' first element, their number, and the element behind them
 
     template <typename floatX>
     __device__ Cut(const floatX *address, unsigned count) {
@@ -479,7 +492,7 @@ struct Cut {
     }
 };
 
-// zero_columns by the threads of a block, or others; each thread writes 16 bytes at a time.
+// zero_columns() with stores of 16 bytes, by the threads of a block or others.
 template <typename floatX>
 __device__ void zero_columns128(floatX *row, unsigned begin, unsigned end, unsigned thread = threadIdx.x,
                                 unsigned threads = blockDim.x) {
@@ -498,8 +511,8 @@ __device__ void zero_columns128(floatX *row, unsigned begin, unsigned end, unsig
 // ---------------------------------------------------------------------------------------------------------------------
 // from the launchers' arguments to those of the kernels
 
-// What the launchers share: launch(args, softcap, extras), the last two as integral constants, if the
-// arguments are right and there is work.
+// The common part of the launchers: checks the arguments, and calls launch(args, softcap, extras) if there are rows.
+// The last two are integral constants.
 template <typename floatX, typename Launch>
 cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,

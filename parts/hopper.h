@@ -1,5 +1,5 @@
-// Hopper's instructions (compute capability 9.0) for classifier_fused.cu and lm_head.cu: bulk copies to shared memory and
-// matrix products by groups of 4 warps. They need CCCL's <cuda/ptx>.
+// Hopper's instructions (compute capability 9.0) for classifier_fused.cu and lm_head.cu: bulk copies to shared memory,
+// and matrix products by groups of 4 warps. Requires CCCL's <cuda/ptx>.
 #pragma once
 #include "../common.h"
 
@@ -18,20 +18,20 @@ constexpr int kResidentBlocks = 1;  // 1536 threads a multiprocessor
 // ---------------------------------------------------------------------------------------------------------------------
 // clusters and bulk copies (compute capability 9.0)
 
-// Whether this code is compiled for devices that have them.
+// Whether this code is compiled for devices with clusters and bulk copies.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 constexpr bool kHasClusters = true;
 #else
 constexpr bool kHasClusters = false;
 #endif
 
-// Returns when the barrier (an mbarrier in shared memory) has completed its phase of that parity.
+// Waits until the barrier (an mbarrier in shared memory) has completed its phase of this parity.
 __device__ inline void wait_for_phase(uint64_t *barrier, unsigned parity) {
     while (!cuda::ptx::mbarrier_try_wait_parity(barrier, parity)) {
     }
 }
 
-// A position in a ring of slots with an mbarrier each: `phase` is the parity of the barriers' phase in this round.
+// A position in a ring of slots, each with an mbarrier. `phase` is the parity of the barriers' phases in this round.
 struct Ring {
     unsigned slot = 0, phase = 0;
     __device__ void next(unsigned slots) {
@@ -39,8 +39,8 @@ struct Ring {
     }
 };
 
-// Copies from global to shared memory, both multiples of 16 bytes, and counts the bytes at the barrier when they are
-// there. `keep`: the L2 keeps these lines longer than others (evict_last), until they have been written.
+// Copies from global to shared memory. The barrier counts the bytes as they arrive. Addresses and size are multiples of
+// 16 bytes. `keep`: the L2 keeps the lines longer than others (evict_last), until they are written.
 __device__ inline void load_bulk(void *to, const void *from, unsigned bytes, uint64_t *barrier, bool keep) {
 #ifdef __CUDA_ARCH__
     if (keep) {
@@ -55,7 +55,7 @@ __device__ inline void load_bulk(void *to, const void *from, unsigned bytes, uin
         return;
     }
 #else
-    (void)keep;  // a CPU's caches take no hints
+    (void)keep;  // no cache hints on the CPU device
 #endif
     cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, to, from, bytes, barrier);
 }
@@ -63,25 +63,25 @@ __device__ inline void load_bulk(void *to, const void *from, unsigned bytes, uin
 // ---------------------------------------------------------------------------------------------------------------------
 // matrix products by groups of 4 warps (wgmma: compute capability 9.0, code for sm_90a)
 
-// False in device code that isn't sm_90a's, which has none of it.
+// Whether this code is compiled for sm_90a, the only target with wgmma.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kHasWgmma = true;
 #else
 constexpr bool kHasWgmma = false;
 #endif
 
-constexpr unsigned kSwizzleBytes = 1024;  // what the 128-byte swizzle repeats itself after
+constexpr unsigned kSwizzleBytes = 1024;  // period of the 128-byte swizzle
 
-// In shared memory, rows of 128 bytes have their 16-byte chunks in an order that changes from row to row, so that
-// neither the tensor cores nor the threads that write meet bank conflicts: chunk i of row r is where i ^ (r % 8) is.
+// The byte offset of a 16-byte chunk in rows of 128 bytes with the 128-byte swizzle: chunk i of row r is stored in
+// place i ^ (r % 8) of the row. Neither the tensor cores nor the writing threads then have bank conflicts.
 __device__ inline unsigned swizzled(unsigned row, unsigned chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
 
-// Where a slice of rows begins, 128 bytes each, as wgmma wants it described: the address, 1024 bytes from 8 rows to the
-// next 8, and the 128-byte swizzle (PTX: matrix descriptor). 16 channels on is 32 bytes on.
+// The wgmma matrix descriptor (see PTX) of rows of 128 bytes in shared memory: the address, 1024 bytes from 8 rows to
+// the next 8 rows, and the 128-byte swizzle. The next 16 channels, 32 bytes further, are kDescribedStep further.
 __device__ inline uint64_t describe_rows(const void *begin) {
 #ifdef __CUDA_ARCH__
     const uint64_t address = (__cvta_generic_to_shared(begin) & 0x3ffff) >> 4;
-    // From bit 16 on: unused with this swizzle; from bit 32: to the next 8 rows; from bit 62: which swizzle.
+    // From bit 16: unused with this swizzle; from bit 32: bytes to the next 8 rows; from bit 62: the swizzle.
     return address | 1ull << 16 | (uint64_t)(kSwizzleBytes >> 4) << 32 | 1ull << 62;
 #else
     return (uint64_t)begin;
@@ -94,9 +94,9 @@ constexpr uint64_t kDescribedStep =
     32;
 #endif
 
-// sums (64, 256) = X W^T (+ sums), for 64 rows of X, 256 of W and 16 channels, by a group of 4 warps. The thread's are
-// those of rows 16 * warp + lane / 4 + 8h and columns 8j + lane % 4 * 2 + k, as sums[4j + 2h + k]. It goes on while the
-// threads do: until wgmma_wait() they leave the sums alone.
+// sums (64, 256) = X W^T, or sums += X W^T: a group of 4 warps multiplies 64 rows of X by 256 rows of W over 16
+// channels. A thread's sums[4j + 2h + k] belongs to row 16 * warp + lane / 4 + 8h and column 8j + lane % 4 * 2 + k. The
+// operation is asynchronous: the thread must not access its sums before wgmma_wait().
 template <typename floatX>
 __device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool add) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -129,7 +129,7 @@ __device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool
     cpu::start_wgmma([&sums, X, W, add] {
         const unsigned warp = threadIdx.x / kWarpSize % 4, lane = threadIdx.x % kWarpSize;
         float x[2][16], w[16];
-        auto load = [](float(&row)[16], uint64_t begin, unsigned r) {  // with the swizzle as the hardware has it
+        auto load = [](float(&row)[16], uint64_t begin, unsigned r) {  // applies the hardware's swizzle
             for (unsigned k = 0; k < 16; k++) {
                 const uint64_t address = begin + r * 128 + k * 2;
                 row[k] = (float)*(const floatX *)(address ^ (address >> 7 & 7) << 4);
@@ -148,8 +148,8 @@ __device__ void wgmma_64x256x16(float (&sums)[128], uint64_t X, uint64_t W, bool
 #endif
 }
 
-// wgmma_begin() precedes several wgmmas, wgmma_end() closes them, and wgmma_wait<n>() returns when all but the latest n
-// such batches are done.
+// wgmma_begin() precedes a batch of wgmmas, and wgmma_end() ends it. wgmma_wait<n>() waits until all but the latest n
+// batches are complete.
 __device__ inline void wgmma_begin() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -171,8 +171,8 @@ __device__ void wgmma_wait() {
 #endif
 }
 
-// A group's threads have so many registers from here on. What one gets beyond what the launch gave, another has to have
-// left: if there is too little, it waits forever.
+// Sets the number of registers of each thread of a group, to more or fewer than before. Registers must be released by
+// other groups before they are available: an increase waits for them, forever if they are too few.
 template <int registers, bool more>
 __device__ void set_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
