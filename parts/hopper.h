@@ -7,8 +7,9 @@
 
 namespace bookends {
 
-// Blocks of 1024 threads that a multiprocessor holds at once, for launch bounds: two leave 32 registers a thread.
-// Without this bound versions 1 to 4 of classifier_fused.cu take 42 to 52 registers, and half of the threads do not fit.
+// Blocks of 1024 threads that a multiprocessor holds at the same time, for launch bounds. Two blocks leave 32 registers a
+// thread. Without this bound, versions 1 to 4 of classifier_fused.cu use 42 to 52 registers, and half of the threads do
+// not fit.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100)
 constexpr int kResidentBlocks = 2;
 #else
