@@ -1016,7 +1016,7 @@ cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX
         });
 }
 
-// What the error bounds of the check depend on: the number of elements that a thread adds up before it adds their sum.
+// A property that the check's error bounds depend on: a thread adds up the elements of a load before it adds their sum.
 struct ClassifierProperties {
     int elements_per_load = 1;
 };
@@ -1046,15 +1046,16 @@ namespace bookends {
 
 enum LogitKind { kGaussian, kPeaked, kUniform };
 
-// Logits (N, P) that are made on demand, the same bits on host and device: of integers, scaled by powers of two. The
-// padding holds NaN. Gaussian: the sum of four uniform numbers (Irwin-Hall), of standard deviation 2.3. Peaked:
-// besides, some 4 in a row are larger by 14, among them the target's in every other row. Uniform: in [-1, 1).
+// Logits (N, P) that are computed on demand, with the same bits on host and device: integers, scaled by powers of two.
+// The padding holds NaN. Gaussian: the sum of four uniform numbers (Irwin-Hall), with standard deviation 2.3. Peaked:
+// the same, but about 4 logits of each row are larger by 14; in every second row the target's is one of them. Uniform:
+// in [-1, 1).
 template <typename floatX>
 struct LogitValues {
     Random noise, peaks;
     LogitKind kind;
     int V, P;
-    const int *targets;  // on the side where the values are made
+    const int *targets;  // on the host or the device, where the values are computed
 
     __host__ __device__ floatX at(long long row, int j) const {
         if (j >= V) return (floatX)NAN;
@@ -1079,7 +1080,7 @@ struct LogitRow {
     float operator[](int j) const { return (float)values.at(row, j); }
 };
 
-// The reference of all outputs. What it says of a row as a whole is kept, for all outputs, block sizes and versions.
+// The reference of all outputs. It keeps the scalars of each row, for all outputs, block sizes and versions.
 template <typename floatX>
 struct ClassifierReference {
     LogitValues<floatX> logits;
@@ -1087,7 +1088,7 @@ struct ClassifierReference {
     std::vector<ClassifierRow> rows;
     std::vector<char> known;
 
-    // Row r, its dlogits and probabilities (V), and its z, by which slack is measured.
+    // Row r, its dlogits and probabilities (V), and its z, on which the error bounds depend.
     ClassifierRow make(std::vector<double> &dlogits, std::vector<double> &probs, std::vector<double> &z, long long r) {
         const LogitRow<floatX> row = {logits, r};
         for (std::vector<double> *some : {&dlogits, &probs, &z}) some->resize(logits.V);
@@ -1200,13 +1201,13 @@ int main(int argc, char **argv) {
                {'t', "T", 1024, 8},
                {'v', "V", 50257, 50257},
                {'p', "P", 0, 0, "V rounded up to a multiple of 128"}},
-              {{"--logits", {"gaussian", "peaked", "uniform"}, "how they are distributed"},
+              {{"--logits", {"gaussian", "peaked", "uniform"}, "distribution of the logits"},
                {"--output",
                 {"in-place", "other", "none"},
-                "the gradient goes over the logits, to a buffer of its own, or is not wanted"},
-               {"--probs", {}, "the probabilities too"},
-               {"--lse", {}, "the logarithm of each row's sum too"},
-               {"--accuracy", {}, "whether each row's largest logit is the target's, too"}},
+                "dlogits: over the logits, in another buffer, or not computed"},
+               {"--probs", {}, "also compute the probabilities"},
+               {"--lse", {}, "also compute each row's log-sum-exp"},
+               {"--accuracy", {}, "also compute whether each row's largest logit is the target's"}},
               classifier_numbers());
     return h.main(argc, argv, classifier_fused_versions<float>, classifier_fused_race<float>,
                   classifier_fused_race<half>, classifier_fused_race<__nv_bfloat16>);

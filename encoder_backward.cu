@@ -1001,7 +1001,7 @@ cudaError_t encoder_backward7(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                                     stream);
 }
 
-// What the check depends on: where a version rounds to the type of the gradient.
+// A property that the check's error bounds depend on: where a version rounds to the type of the gradient.
 enum EncoderBackwardRounding { kRoundsSums, kRoundsEachAddition };
 struct EncoderBackwardProperties {
     EncoderBackwardRounding rounding = kRoundsSums;
@@ -1119,8 +1119,8 @@ int main(int argc, char **argv) {
     Harness h("encoder_backward", "gradient of the token + position embedding",
               {{'b', "B", 8, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}},
               {{"--grad-dtype", {"same", "fp32"}, "type of the gradients"},
-               {"--overwrite", {}, "replace what the gradients hold instead of adding to it"},
-               {"--rounding", {"nearest", "stochastic"}, "of 16-bit gradients (stochastic: from version 4 on)"}});
+               {"--overwrite", {}, "overwrite the gradients instead of adding to them"},
+               {"--rounding", {"nearest", "stochastic"}, "rounding of 16-bit gradients (stochastic: from version 4 on)"}});
     return h.main(argc, argv, encoder_backward_versions<float, float>, encoder_backward_race<float>,
                   encoder_backward_race<half>, encoder_backward_race<__nv_bfloat16>);
 }

@@ -326,7 +326,7 @@ int main(int argc, char **argv) {
     using namespace bookends;
     Harness h("encoder_forward", "token + position embedding",
               {{'b', "B", 8, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}},
-              {{"--no-positions", {}, "no table of positions: out holds rows of wte"}});
+              {{"--no-positions", {}, "without wpe: out holds rows of wte"}});
     return h.main(argc, argv, encoder_forward_versions<float>, encoder_forward_race<float>, encoder_forward_race<half>,
                   encoder_forward_race<__nv_bfloat16>);
 }

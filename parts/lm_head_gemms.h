@@ -182,8 +182,9 @@ inline cudaError_t lm_head_device(LmHeadDevice *about) {
 
 constexpr cudaDataType_t kCudaTypes[] = {CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF};  // of an LmHeadType
 
-// The columns of a tile's logits that the GEMM computes: all, or a multiple of 8 and lm_head_tail_logits_kernel the
-// rest. dX's and dW's GEMMs read any number of columns (see gemm_create()).
+// The columns of a tile that a GEMM computes or reads. Where 8 does not divide them, the fast algorithms of padded
+// sizes take any number of columns in dX's and dW's GEMMs, but not in that of the logits, whose rows they write (see
+// gemm_create()): it computes a multiple of 8 columns, and lm_head_tail_logits_kernel the rest.
 inline int gemm_columns(GemmKind kind, int columns) {
     return kind == kGemmLogits && columns >= 128 ? columns / 8 * 8 : columns;
 }
@@ -293,12 +294,12 @@ inline cudaError_t lm_head_create(LmHead &head, const LmHeadProblem &problem, co
         return lm_head_fail(head, error, "%s", cudaGetErrorString(error));
     }
     const LmHeadPlan begun = head.plan;
-    bool planned = lm_head_plan(&head.plan, p.memory, p.may_exceed_memory);
+    bool planned = lm_head_plan(head.plan, p.memory, p.may_exceed_memory);
     if (!planned && p.may_exceed_memory) {
         const size_t memory = std::max(p.memory, lm_head_least_bytes(p, begun.device, true));
         head.plan = begun;
         head.plan.problem.memory = memory;
-        planned = lm_head_plan(&head.plan, memory, true) || lm_head_plan(&head.plan, memory);
+        planned = lm_head_plan(head.plan, memory, true) || lm_head_plan(head.plan, memory);
     }
     if (planned) return lm_head_create_gemms(head);
     head.plan.rows = 0;
@@ -398,11 +399,12 @@ struct LmHeadRun {
     floatX *logits(int buffer = 0) const {
         return part<floatX>(plan.logits) + (size_t)buffer * plan.rows * plan.P;
     }
-    LmHeadTile tile_of(int block, int tile) const {
-        return {(size_t)block * plan.rows, plan.rows_of(block), (size_t)tile * plan.columns, plan.columns_of(tile)};
-    }
     LmHeadTile block_of(int block) const {
-        return {(size_t)block * plan.rows, plan.rows_of(block), 0, problem.V};
+        return {(size_t)block * plan.rows, plan.block_rows(block), 0, problem.V};
+    }
+    LmHeadTile tile_of(int block, int tile) const {
+        const LmHeadTile rows = block_of(block);
+        return {rows.row, rows.rows, (size_t)tile * plan.columns, plan.tile_columns(tile)};
     }
 
     // What every version begins with: checks of the arguments, the status word, and dX where there is no vocabulary.
@@ -490,7 +492,7 @@ struct LmHeadRun {
         return add_dX(dlogits, tile, first);
     }
 
-    // A dX in float is rounded by finish_dX() behind the last tile.
+    // A dX in float is rounded by finish_dX() after the last tile.
     cudaError_t add_dX(const floatX *dlogits, const LmHeadTile &tile, bool first) const {
         if (!args.dX || C == 0) return cudaSuccess;
         void *const sums = plan.float_dX() ? part<void>(plan.dX) : args.dX + tile.row * C;
@@ -501,7 +503,7 @@ struct LmHeadRun {
         return round(args.dX + tile.row * C, part<float>(plan.dX), tile.rows * (long long)C, false);
     }
 
-    // A dW in float is begun by the first block of rows, and added to dW behind the last. (GEMMs of our own for it,
+    // A dW in float is written by the first block of rows, and added to dW after the last. (GEMMs of our own for it,
     // like lm_head_product_kernel(), were 12% to 33% slower than cuBLASLt's, of 768 and of 2048 rows: with the sums
     // added by bulk copies, atomics or loads and stores, with groups that share a tile or take turns; H200.)
     cudaError_t add_dW(const floatX *dlogits, const LmHeadTile &tile) const {

@@ -18,7 +18,7 @@ enum LmHeadWay {
     kLmHeadRows,        // blocks of rows
     kLmHeadVocabulary,  // tiles of the vocabulary; blocks of rows too where a float dX of all rows does not fit
     kLmHeadEpilogue,    // the same; the first pass stores no logits. Without such a GEMM: kLmHeadVocabulary
-    kLmHeadPlanned      // of a problem: one of the last three, by the rule in lm_head_order()
+    kLmHeadPlanned      // of a problem: one of the last three, by the rule at rows_cost_less()
 };
 
 enum LmHeadType { kFp32, kFp16, kBf16 };
@@ -76,8 +76,8 @@ struct LmHeadPlan {
 
     int blocks() const { return rows > 0 ? (int)pieces_of(problem.N, rows) : 0; }
     int tiles() const { return columns > 0 ? (int)pieces_of(problem.V, columns) : 0; }
-    int rows_of(int block) const { return std::min(rows, problem.N - block * rows); }
-    int columns_of(int tile) const { return std::min(columns, problem.V - tile * columns); }
+    int block_rows(int block) const { return std::min(rows, problem.N - block * rows); }
+    int tile_columns(int tile) const { return std::min(columns, problem.V - tile * columns); }
     bool has_tiles() const { return way == kLmHeadVocabulary || way == kLmHeadEpilogue; }
     bool holds_all_logits() const { return way == kLmHeadTextbook || way == kLmHeadFused; }
     bool has_gradients() const { return problem.dX || problem.dW || problem.dbias; }
@@ -222,9 +222,10 @@ inline bool plan_vocabulary(LmHeadPlan &plan, size_t memory) {
         const int unit_columns = columns >= 128 ? 128 : columns >= 8 ? 8 : 1;
         if (columns < p.V) columns = columns / unit_columns * unit_columns;
         const int most = largest_that_fits(1, p.N, [&](int rows) { return fits(rows, columns, 1); });
-        // Where all rows do not fit: so many at least, else a narrower tile, whose memory more rows of dX take.
-        const bool enough = columns <= 8 ? most >= 1 : columns <= 128 ? most >= 32 : columns <= 1024 && most >= 512;
-        if (most == p.N || (enough && !needs_one_block(p))) {
+        // If all rows do not fit, a tile of 1024 columns needs 512 of them, one of 128 columns 32. A narrower tile
+        // leaves more memory for dX.
+        const int needed = columns <= 8 ? 1 : columns <= 128 ? 32 : columns <= 1024 ? 512 : p.N;
+        if (most == p.N || (most >= needed && !needs_one_block(p))) {
             const int unit = most >= 128 ? 128 : 1;
             const int rows = most == p.N ? most : even_pieces(p.N, most / unit * unit, unit);
             const int width = even_pieces(p.V, columns, columns < p.V ? unit_columns : 1);
@@ -317,10 +318,10 @@ inline bool lm_head_comfortable(const LmHeadPlan &plan) {
     return way && plan.rows >= std::min(p.N, 128) && plan.columns >= std::min(p.V, 128);
 }
 
-// Sets *plan to the way's plan with the least overhead. cuBLASLt's scratch is an eighth of the budget, a 32nd, or
+// Sets the plan to the way's plan with the least overhead. cuBLASLt's scratch is an eighth of the budget, a 32nd, or
 // nothing: then 25% holds a quarter of the rows exactly. False if the budget is too small.
-inline bool plan_way(LmHeadPlan *plan, LmHeadWay way, size_t gemm_bytes, size_t memory, bool comfortable) {
-    const LmHeadPlan begun = *plan;
+inline bool plan_way(LmHeadPlan &plan, LmHeadWay way, size_t gemm_bytes, size_t memory, bool comfortable) {
+    const LmHeadPlan begun = plan;
     double least = INFINITY;
     for (const double share : {1 / 8.0, 1 / 32.0, 0.0}) {
         LmHeadPlan other = begun;
@@ -330,15 +331,15 @@ inline bool plan_way(LmHeadPlan *plan, LmHeadWay way, size_t gemm_bytes, size_t 
                                                      : plan_epilogue(other, memory);
         if (!fits || (comfortable && !lm_head_comfortable(other))) continue;
         const double cost = lm_head_overhead(other);
-        if (cost < least) least = cost, *plan = other;
+        if (cost < least) least = cost, plan = other;
     }
     return least < INFINITY;
 }
 
 // The rule of version 6: whether blocks of rows cost less than tiles. They do if their additional passes over dW cost
-// less than what tiles add: one GEMM, or two in version 4, whose 16-bit GEMMs are slower for being of tiles and whose
-// logits are read once more. (fp32 GEMMs of few rows are as slow.) On the CPU device, where operations are slow, they
-// always do.
+// less than what tiles add: one GEMM, or the time of two in version 4, whose 16-bit GEMMs of tiles are slower and whose
+// logits are written and read once more. (fp32 GEMMs of few rows are slow, too.) On the CPU device, where operations
+// are slow, they always do.
 inline bool rows_cost_less(const LmHeadPlan &rows, const LmHeadPlan &tiles) {
     const LmHeadProblem &p = rows.problem;
     const int gemms = tiles.way == kLmHeadVocabulary && p.type_bytes() == 2 ? 2 : 1;
@@ -348,30 +349,30 @@ inline bool rows_cost_less(const LmHeadPlan &rows, const LmHeadPlan &tiles) {
 
 // The way, the sizes and the workspace of a plan whose problem and device are set. False if the budget is too small
 // (comfortable: for a plan that makes sense).
-inline bool lm_head_plan(LmHeadPlan *plan, size_t memory, bool comfortable = false) {
-    const LmHeadProblem p = plan->problem;
+inline bool lm_head_plan(LmHeadPlan &plan, size_t memory, bool comfortable = false) {
+    const LmHeadProblem p = plan.problem;
     const double of_logits = std::max((double)p.N * p.V * p.type_bytes() / 4, 0x1p20);
     const size_t gemm_bytes = p.V > 0 && p.C > 0 ? (size_t)std::min(of_logits, 0x1p25) : 0;
     if (p.V == 0 || p.way == kLmHeadTextbook || p.way == kLmHeadFused) {
-        plan->gemm_bytes = gemm_bytes;
-        plan->way = p.V > 0 || p.way == kLmHeadTextbook ? p.way : kLmHeadFused;
-        plan->rows = p.N;
-        plan->columns = p.V;
-        return lm_head_layout(*plan, SIZE_MAX);
+        plan.gemm_bytes = gemm_bytes;
+        plan.way = p.V > 0 || p.way == kLmHeadTextbook ? p.way : kLmHeadFused;
+        plan.rows = p.N;
+        plan.columns = p.V;
+        return lm_head_layout(plan, SIZE_MAX);
     }
     auto take = [&](LmHeadWay way) { return plan_way(plan, way, gemm_bytes, memory, comfortable); };
     if (p.way == kLmHeadEpilogue) return take(kLmHeadEpilogue) || take(kLmHeadVocabulary);
     if (p.way != kLmHeadPlanned) return take(p.way);
     const bool epilogue = p.C % 8 == 0;  // else it loads element by element
-    const bool fast_epilogue = epilogue && has_epilogue(p, plan->device) && !plan->device.emulated;
-    LmHeadPlan rows = *plan, tiles = *plan;
-    const bool rows_fit = plan_way(&rows, kLmHeadRows, gemm_bytes, memory, comfortable);
-    const bool tiles_fit = (fast_epilogue && plan_way(&tiles, kLmHeadEpilogue, gemm_bytes, memory, comfortable)) ||
-                           plan_way(&tiles, kLmHeadVocabulary, gemm_bytes, memory, comfortable);
-    const bool statistics_alone = tiles.way == kLmHeadEpilogue && !plan->has_gradients();  // no additional GEMM
+    const bool fast_epilogue = epilogue && has_epilogue(p, plan.device) && !plan.device.emulated;
+    LmHeadPlan rows = plan, tiles = plan;
+    const bool rows_fit = plan_way(rows, kLmHeadRows, gemm_bytes, memory, comfortable);
+    const bool tiles_fit = (fast_epilogue && plan_way(tiles, kLmHeadEpilogue, gemm_bytes, memory, comfortable)) ||
+                           plan_way(tiles, kLmHeadVocabulary, gemm_bytes, memory, comfortable);
+    const bool statistics_alone = tiles.way == kLmHeadEpilogue && !plan.has_gradients();  // no additional GEMM
     const bool choose_rows = rows.blocks() == 1 || (rows_cost_less(rows, tiles) && !statistics_alone);
     if (!rows_fit && !tiles_fit) return epilogue && take(kLmHeadEpilogue);
-    *plan = rows_fit && (choose_rows || !tiles_fit) ? rows : tiles;
+    plan = rows_fit && (choose_rows || !tiles_fit) ? rows : tiles;
     return true;
 }
 
@@ -381,7 +382,7 @@ inline size_t lm_head_least_bytes(const LmHeadProblem &problem, const LmHeadDevi
         LmHeadPlan plan;
         plan.problem = problem;
         plan.device = device;
-        return lm_head_plan(&plan, memory, comfortable);
+        return lm_head_plan(plan, memory, comfortable);
     };
     size_t bad = 0, good = 4096;
     for (; good < SIZE_MAX / 4 && !possible(good); good *= 2) bad = good;

@@ -420,9 +420,8 @@ __device__ void store_statistics(const ProductArguments<floatX> &product, const 
 // The two math groups share no other barrier. While one computes its epilogue, the other has the tensor cores to itself
 // for up to four slices. (A fixed distance of two or three slices between the groups was no faster.)
 //
-// Code for devices other than sm_90a has an empty kernel with smaller launch bounds, by which lm_head_device()
-// recognises it. Sources: CUTLASS's warp-specialised kernels for Hopper; "Outperforming cuBLAS on H100", Pranjal
-// Shankhdhar 2024.
+// Code for devices other than sm_90a has an empty kernel, which lm_head_device() makes sure is not launched. Sources:
+// CUTLASS's warp-specialised kernels for Hopper; "Outperforming cuBLAS on H100", Pranjal Shankhdhar 2024.
 //
 // H200, bf16, N 8192, C 768, V 50304: cuBLASLt takes 0.80 ms for the logits, including their store. This GEMM takes
 // 0.75 ms without an epilogue.

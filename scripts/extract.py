@@ -7,7 +7,8 @@
 The header holds the version's kernels and launcher, and everything that they use from the kernel file, common.h and
 parts/, in the order of the sources. It includes only headers of CUDA and of the C++ library. --no-fallback leaves out
 the versions that the launcher falls back on: it returns cudaErrorNotSupported instead. --dtype adds NAME_VERSION_DTYPE,
-a plain function for that element type.
+a plain function for that element type. The launchers of lm_head take a plan: lm_head_create() and its companions are in
+the header too, and it needs cuBLASLt.
 
 How it works: the sources are divided into top-level declarations. A declaration is kept if the launcher needs it,
 directly or through other declarations: if one of its names appears in a declaration that is kept.
@@ -18,7 +19,8 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FAMILIES = ("encoder_forward", "encoder_backward", "classifier_fused")
+FAMILIES = ("encoder_forward", "encoder_backward", "classifier_fused", "lm_head")
+PLANS = ("lm_head_create", "lm_head_destroy", "lm_head_tune")  # functions that the launchers of lm_head need
 CPP_TYPES = {"fp32": "float", "fp16": "half", "bf16": "__nv_bfloat16"}
 
 TOKEN = re.compile(r'''//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'|[A-Za-z_]\w*|\d[\w.']*|\n|[^\s\w]|[ \t]+''',
@@ -225,11 +227,12 @@ def extract(family, version, fallback):
 
     table = "".join(d.text for d in defined.get(family + "_versions", []))
     block_size = re.search(r"\b%s<[^>]*>,\s*(\w+)" % launcher, table).group(1)
-    keep([launcher, block_size])
+    keep([launcher, block_size, *(PLANS if family == "lm_head" else ())])
     # The size of the workspace, if the launcher lays one out; and the contract of all launchers.
     laid_out = {name for d in kept for name in d.names if name.startswith("lay_out")}
     keep([n for d in declarations if d.uses & laid_out for n in d.names if n.endswith("_workspace_bytes")])
-    kept.update(d for d in declarations if d.text.startswith("// Every launcher"))
+    if family != "lm_head":  # its contract is at LmHeadArguments
+        kept.update(d for d in declarations if d.text.startswith("// Every launcher"))
     return includes, [d for d in declarations if d in kept], block_size
 
 

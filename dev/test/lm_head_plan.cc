@@ -44,7 +44,7 @@ static bool make(LmHeadPlan *plan, LmHeadProblem p, const LmHeadDevice &device, 
     p.memory = memory;
     plan->problem = p;
     plan->device = device;
-    return lm_head_plan(plan, memory);
+    return lm_head_plan(*plan, memory);
 }
 
 // The parts of a workspace: each begins at a multiple of 256 and is large enough, none overlaps another, all fit.
@@ -82,8 +82,8 @@ static void check_plan(const LmHeadPlan &plan, size_t memory) {
     expect(plan.holds_all_logits() || plan.bytes <= memory, "the budget", plan);
     expect(plan.rows >= 1 && plan.rows <= p.N && plan.columns >= 1 && plan.columns <= p.V, "sizes", plan);
     expect(plan.P >= plan.columns && plan.P % 8 == 0, "P", plan);
-    expect((long long)plan.rows * (plan.blocks() - 1) < p.N && plan.rows_of(plan.blocks() - 1) >= 1, "blocks", plan);
-    expect((long long)plan.columns * (plan.tiles() - 1) < p.V && plan.columns_of(plan.tiles() - 1) >= 1, "tiles", plan);
+    expect((long long)plan.rows * (plan.blocks() - 1) < p.N && plan.block_rows(plan.blocks() - 1) >= 1, "blocks", plan);
+    expect((long long)plan.columns * (plan.tiles() - 1) < p.V && plan.tile_columns(plan.tiles() - 1) >= 1, "tiles", plan);
     expect(plan.tiles() == 1 || plan.has_tiles(), "one tile", plan);
     expect(plan.buffers <= plan.tiles() && (plan.buffers == 1 || p.way != kLmHeadVocabulary), "buffers", plan);
     expect(!plan.has_tiles() || !needs_one_block(p) || plan.blocks() == 1, "one block for 16-bit dW", plan);

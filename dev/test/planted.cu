@@ -1,24 +1,24 @@
 /*
-Kernels that are wrong on purpose, to see the harness find them. N = B*T rows; C is 2 at least.
+Kernels with planted faults, which the harness must find. N = B*T rows; C is at least 2.
 
-- out (N, C) is inp (N, C), save that out[0,0] is NaN, out[0,1] infinite and out[1,0] zero
+- out (N, C) is inp (N, C), but out[0,0] is NaN, out[0,1] infinite and out[1,0] zero
 - first (N) is the first column of inp, in float
-- rounded (N) is a little more than that, in its own type: of each three rows, the first may be off by SLACK, the second
-  be rounded up or down, the third only to the nearest
-- total (N) has the first column added in even rows, and keeps the others; with --overwrite it is the first column; with
-  --used-up it is put back before each cold run
+- rounded (N) is slightly more than that, in type floatX: of each three rows, the first may have an error of SLACK, the
+  second may be rounded up or down, the third must be rounded to nearest
+- in even rows of total (N) the first column is added, and the others keep their values; with --overwrite total is the
+  first column; with --used-up its initial values are restored before each cold run
 - the workspace has SCRATCH bytes; another one has none
 
-The table says which versions are right, and what the others get wrong. The environment may ask for more:
+The table names the fault of each version. Environment variables:
 
-- PLANTED_DUMP=FILE: the ids and the inputs as they are on the device go to FILE.ids (int32) and FILE.inp (their type),
-  and total as it is at the end to FILE.total
+- PLANTED_DUMP=FILE: writes the ids and the inputs on the device to FILE.ids (int32) and FILE.inp (floatX), and at the
+  end total to FILE.total
 - PLANTED_SKIP=" 3 4 ": those versions are skipped
-- PLANTED_SWEEP=1: no block sizes but two values of --note, "one" and "the other", and a baseline that copies inp; `tune`
-  writes the right results to total, and the check restores its initial values
+- PLANTED_SWEEP=1: no block sizes but two values of --note, "one" and "the other", and a baseline that copies inp;
+  `tune` writes the right results to total, and the check restores its initial values
 - PLANTED_UNKNOWN=1: the reference does not know the last row of first
-- PLANTED_ULPS=1: instead of all else, each line "TYPE RESULT VALUE SLACK EITHER_NEIGHBOUR" of standard input is
-  answered by how many ulps that result is off
+- PLANTED_SLEEP_MS=INT: each launch sleeps first, for that many milliseconds
+- PLANTED_ULPS=1: only answers each line "TYPE RESULT VALUE SLACK EITHER_NEIGHBOUR" of standard input by ulp_error()
 */
 #include "../harness/harness.h"
 
@@ -96,7 +96,7 @@ __global__ void rows_kernel(Arrays<floatX> a, bool add) {
     if (add && !a.overwrite && r % 2 == 0) a.total[r] = (floatX)((float)a.total[r] + value);
 }
 
-// Moves a number in [-1, 1) by that many ulps of its type, away from 0.
+// Moves a number in [-1, 1) by a number of ulps of its type, away from 0.
 template <typename floatX>
 __global__ void move_kernel(floatX *element, int ulps) {
     typename Bits<sizeof(floatX) == 2 ? 2 : 4>::type bits;
@@ -105,7 +105,7 @@ __global__ void move_kernel(floatX *element, int ulps) {
     memcpy(element, &bits, sizeof(floatX));
 }
 
-// The same, by that distance.
+// The same, by a distance.
 template <typename floatX>
 __global__ void stretch_kernel(floatX *element, float distance) {
     *element = (floatX)((float)*element + copysignf(distance, (float)*element));
@@ -204,13 +204,13 @@ constexpr Version<Planted<floatX>> planted_versions[] = {
     {31, "changes", "an ulp off the second time", planted<floatX, ONE_ULP_THE_SECOND_TIME>, 256},
     {32, "block size", "an ulp off at block size 1024", planted<floatX, ONE_ULP_AT_1024>, 256},
     {33, "another NaN", "other bits of a NaN at block size 512", planted<floatX, ANOTHER_NAN_AT_512>, 256},
-    {34, "not reproducible", "version 32, which promises nothing", planted<floatX, ONE_ULP_AT_1024>, 256,
+    {34, "not reproducible", "version 32, not reproducible", planted<floatX, ONE_ULP_AT_1024>, 256,
      kNotReproducible},
     {35, "not the nearest", "one element is rounded up, not down", planted<floatX, NOT_THE_NEAREST>, 256},
     {OWN_REFERENCE_VERSION, "own reference", "right by a reference of its own", planted<floatX, OWN_REFERENCE>, 256},
     {37, "same at one size", "an ulp off the second time at 1024", planted<floatX, ONE_ULP_THE_SECOND_TIME_AT_1024>,
      256, kSameAtABlockSize},
-    {38, "promises less", "version 32, which promises nothing between block sizes", planted<floatX, ONE_ULP_AT_1024>,
+    {38, "promises less", "version 32, reproducible at one block size", planted<floatX, ONE_ULP_AT_1024>,
      256, kSameAtABlockSize},
 };
 
@@ -312,12 +312,12 @@ int main(int argc, char **argv) {
     if (getenv("PLANTED_ULPS")) return answer_ulps();
     Harness h("planted", "faults for the harness to find",
               {{'b', "B", 2, 2}, {'t', "T", 64, 64}, {'c', "C", 40, 40}, {'v', "V", 100, 100}, {'p', "P", 1, 1}},
-              {{"--grad-dtype", {"same", "fp32"}, "changes nothing but the operations reported"},
+              {{"--grad-dtype", {"same", "fp32"}, "changes only the reported operations"},
                {"--overwrite", {}, "the total is not added to"},
-               {"--used-up", {}, "the total is put back before each cold run"},
-               {"--targets", {}, "ids are targets, each third of which is to be ignored"}},
-              {{"--more-bytes", 0, -10.5, 1e6, "changes nothing but the bytes reported"},
-               {"--more-flops", 2, 0, 100, "changes nothing but the operations reported", true}},
+               {"--used-up", {}, "the total is restored before each cold run"},
+               {"--targets", {}, "ids are targets, of which every third is ignore_index"}},
+              {{"--more-bytes", 0, -10.5, 1e6, "changes only the reported bytes"},
+               {"--more-flops", 2, 0, 100, "changes only the reported operations", true}},
               {{"--note", "none", "changes nothing"}});
     h.options.has_block_size = getenv("PLANTED_SWEEP") == nullptr;
     return h.main(argc, argv, planted_versions<float>, planted_race<float>, planted_race<half>,

@@ -16,7 +16,8 @@ from bookends import BF16, BUILD, ON_CUDA, ROOT, Array
 SCRIPT = ROOT / "scripts" / "extract.py"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
-VERSIONS = {"encoder_forward": range(1, 6), "encoder_backward": range(1, 8), "classifier_fused": range(1, 6)}
+VERSIONS = {"encoder_forward": range(1, 6), "encoder_backward": range(1, 8), "classifier_fused": range(1, 6),
+            "lm_head": range(1, 7)}
 # The call of a version's plain function, by the names that DRIVER gives the arguments.
 CALLS = {
     "encoder_forward": "out, ids, wte, wpe, status, B, T, C, V, block, stream",
@@ -34,6 +35,32 @@ extern "C" int %(family)s%(version)d_call(__nv_bfloat16 *out, const int *ids, __
 }
 """
 
+# Makes a plan, runs it once and destroys it. In bf16, with 16-bit gradients.
+HEAD_WAYS = [None, "Textbook", "Fused", "Rows", "Vocabulary", "Epilogue", "Planned"]
+HEAD_DRIVER = """#include "lm_head%(version)d.cuh"
+extern "C" int lm_head%(version)d_call(__nv_bfloat16 *dX, __nv_bfloat16 *dW, float *losses, const __nv_bfloat16 *X,
+                                       const __nv_bfloat16 *W, const int *targets, int N, int C, int V,
+                                       size_t memory) {
+    using namespace v%(version)d;
+    LmHeadProblem problem;
+    problem.N = N, problem.C = C, problem.V = V;
+    problem.type = problem.gradient_type = kBf16;
+    problem.way = kLmHead%(way)s;
+    problem.memory = memory;
+    LmHead head;
+    char *workspace = nullptr;
+    int error = (int)lm_head_create(head, problem, ClassifierOptions());
+    if (error == 0) error = (int)cudaMalloc((void **)&workspace, head.plan.bytes);
+    const LmHeadArguments<__nv_bfloat16, __nv_bfloat16> args = {dX, dW,      nullptr, losses,  nullptr, X,
+                                                                W,  nullptr, targets, nullptr, nullptr, workspace};
+    if (error == 0) error = (int)lm_head%(version)d_bf16(head, args, 0);
+    cudaDeviceSynchronize();
+    cudaFree(workspace);
+    lm_head_destroy(head);
+    return error;
+}
+"""
+
 unsanitized = pytest.mark.skipif(bool(bookends.SANITIZE), reason="the same whatever the sanitizer")
 
 
@@ -42,14 +69,17 @@ def extract(*arguments):
                           stderr=subprocess.PIPE, universal_newlines=True)
 
 
-def write_sources(folder, family, *options):
-    """Every version's header and a source that calls them all. Returns its path."""
+def write_sources(folder, family, *options, versions=None):
+    """The header of each version, or of every one, and a source that calls them all. Returns its path."""
     text = ""
-    for version in VERSIONS[family]:
+    for version in versions or VERSIONS[family]:
         header = folder / ("%s%d.cuh" % (family, version))
         result = extract(family, version, "--dtype", "bf16", "--namespace", "v%d" % version, "-o", header, *options)
         assert result.returncode == 0, result.stderr
-        text += DRIVER % {"family": family, "version": version, "call": CALLS[family]}
+        if family == "lm_head":
+            text += HEAD_DRIVER % {"version": version, "way": HEAD_WAYS[version]}
+        else:
+            text += DRIVER % {"family": family, "version": version, "call": CALLS[family]}
     (folder / "driver.cu").write_text(text)
     return folder / "driver.cu"
 
@@ -76,15 +106,15 @@ def load(folder, family):
     source = write_sources(folder, family)
     if ON_CUDA:
         run_compiler([NVCC, "-std=c++17", "-O2", "-arch=native", "-Xcompiler=-fPIC", "-shared", str(source), "-o",
-                      "driver.so"], folder)
+                      "driver.so", *(["-lcublasLt"] if family == "lm_head" else [])], folder)
     else:
-        compile_for_cpu(source, "-O1", "-shared", "-pthread", "-x", "none", str(BUILD / "device.o"), "-ldl", "-o",
-                        "driver.so")
+        objects = [str(BUILD / name) for name in ("device.o", *(["cublasLt.o"] if family == "lm_head" else []))]
+        compile_for_cpu(source, "-O1", "-shared", "-pthread", "-x", "none", *objects, "-ldl", "-o", "driver.so")
     return ctypes.CDLL(str(folder / "driver.so"))
 
 
 @unsanitized
-@pytest.mark.parametrize("family", VERSIONS)
+@pytest.mark.parametrize("family", CALLS)
 @pytest.mark.parametrize("shape", [(3, 50, 264, 1003), (5, 7, 769, 50)], ids=["aligned", "odd"])
 def test_extracted_versions_give_the_bits_of_the_library(tmp_path_factory, family, shape):
     library = cached_library(tmp_path_factory, family)
@@ -122,6 +152,40 @@ def test_extracted_versions_give_the_bits_of_the_library(tmp_path_factory, famil
         assert all((a == b).all() for a, b in zip(*results)), version
 
 
+@unsanitized
+@pytest.mark.parametrize("N, C, V", [(150, 24, 304), (40, 13, 1003)], ids=["aligned", "odd"])
+def test_extracted_lm_heads_give_the_bits_of_the_library(tmp_path_factory, N, C, V):
+    library = cached_library(tmp_path_factory, "lm_head")
+    rng = np.random.default_rng(N)
+    X, W = (Array(rows * C, np.uint16).put(bookends.to_bits(rng.standard_normal(rows * C), BF16)) for rows in (N, V))
+    targets = Array(N, np.int32).put(rng.integers(0, V, N).astype(np.int32))
+    flags = bookends.WANT_DX | bookends.WANT_DW
+    before = bookends.to_bits(rng.standard_normal(V * C), BF16)
+    for version in VERSIONS["lm_head"]:
+        whole = 1 << 22
+        for memory in [whole] if version <= 2 else [whole, 2 * V * C * 4 + 40 * V * 2]:
+            results = []
+            for ours in (True, False):
+                dX, dW = Array(N * C, np.uint16), Array(V * C, np.uint16).put(before)
+                losses = Array(N, np.float32)
+                if ours:
+                    code, plan = bookends.lm_head_create(N, C, V, flags, None, memory, BF16, BF16, version)
+                    assert code == 0
+                    workspace = Array(bookends.library().bk_lm_head_workspace_bytes(plan), np.uint8)
+                    code, _ = bookends.lm_head_run(plan, dX, dW, None, losses, None, X, W, None, targets, None, None,
+                                                   workspace)
+                    bookends.library().bk_lm_head_destroy(plan)
+                else:
+                    code = getattr(library, "lm_head%d_call" % version)(
+                        *[ctypes.c_void_p(a.pointer) for a in (dX, dW, losses, X, W, targets)], N, C, V,
+                        ctypes.c_size_t(memory))
+                assert code == 0
+                assert all(array.guards_intact() for array in (dX, dW, losses))
+                results.append([array.get() for array in (dX, dW, losses)])
+            assert all((a == b).all() for a, b in zip(*results)), (version, memory)
+            assert (results[0][1] != before).any()
+
+
 _libraries = {}
 
 
@@ -135,7 +199,8 @@ def cached_library(tmp_path_factory, family):
 @pytest.mark.skipif(NVCC is None or ON_CUDA, reason="needs nvcc; on a GPU the test above compiles with it")
 @pytest.mark.parametrize("family", VERSIONS)
 def test_nvcc_compiles_the_extracted_versions(tmp_path, family):
-    source = write_sources(tmp_path, family)
+    # The header of lm_head's version 6 has versions 3 to 5 as well.
+    source = write_sources(tmp_path, family, versions=(1, 2, 6) if family == "lm_head" else None)
     run_compiler([NVCC, "-std=c++17", "-O0", "-arch=sm_90", "-Xcompiler=-Wall,-Wextra", "-c", str(source), "-o",
                   "driver.o"], tmp_path)
 
