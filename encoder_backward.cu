@@ -634,7 +634,7 @@ __device__ void zero_rows(const Sums<floatX, gradX> &job, unsigned word) {
 // (nvcc 13). Single elements (width 1) are bound to 32 registers, two blocks of 1024 threads on a multiprocessor:
 // without the bound, 42 registers leave room for two thirds of these. With stochastic rounding 32 would spill.
 template <typename floatX, typename gradX, int width, bool stochastic>
-__global__ void __launch_bounds__(1024, width == 1 && !stochastic ? 2 : 0)
+__global__ void __launch_bounds__(1024, width == 1 && !stochastic ? kResidentBlocks : 0)
     encoder_backward_kernel5(Sums<floatX, gradX> job) {
     const Blocks &blocks = job.blocks;
     const unsigned slices = ceil_div(job.C, (unsigned)(kLanes * width)), yz = blockIdx.z * gridDim.y + blockIdx.y;

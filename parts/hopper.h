@@ -7,15 +7,6 @@
 
 namespace bookends {
 
-// Blocks of 1024 threads that a multiprocessor holds at the same time, for launch bounds. Two blocks leave 32 registers a
-// thread. Without this bound, versions 1 to 4 of classifier_fused.cu use 42 to 52 registers, and half of the threads do
-// not fit.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100)
-constexpr int kResidentBlocks = 2;
-#else
-constexpr int kResidentBlocks = 1;  // 1536 threads a multiprocessor
-#endif
-
 // ---------------------------------------------------------------------------------------------------------------------
 // clusters and bulk copies (compute capability 9.0)
 

@@ -2,6 +2,7 @@
 #include "internal.h"
 
 #include <cstdarg>
+#include <cstdio>
 
 namespace bookends {
 
