@@ -27,6 +27,7 @@ Measured on an NVIDIA H200, B8 T1024 C2048 V128256 bf16 uniform, cold:
   4  vocabulary        32.3713 ms   1.74x the bare products, scratch   6% of the logits   0.67x the version before
   5  epilogue          28.2057 ms   1.43x the bare products, scratch  25% of the logits   1.15x the version before
   6  planned           21.0963 ms   1.09x the bare products, scratch  25% of the logits   1.34x the version before
+  The kernels have changed since.
 
 What limits it (H200): power. 16-bit GEMMs draw the 700 W that the chip may have, and its clock falls from 1980 to 1400
 MHz, at which cuBLASLt's keep the tensor cores busy 9 tenths of the time. So memory traffic beside a GEMM slows it down,

@@ -19,8 +19,12 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FAMILIES = ("encoder_forward", "encoder_backward", "classifier_fused", "lm_head")
+# The names, and the file of each.
+FAMILIES = {"encoder_forward": "encoder_forward.cu", "encoder_backward": "encoder_backward.cu",
+            "embedding_lookup": "embedding_lookup.cu", "embedding_bag": "embedding_lookup.cu",
+            "classifier_fused": "classifier_fused.cu", "lm_head": "lm_head.cu"}
 PLANS = ("lm_head_create", "lm_head_destroy", "lm_head_tune")  # functions that the launchers of lm_head need
+TYPES = ("floatX", "gradX", "outX")  # template parameters of launchers
 CPP_TYPES = {"fp32": "float", "fp16": "half", "bf16": "__nv_bfloat16"}
 
 TOKEN = re.compile(r'''//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'|[A-Za-z_]\w*|\d[\w.']*|\n|[^\s\w]|[ \t]+''',
@@ -209,7 +213,7 @@ def drop_fallbacks(text, family, version):
 def extract(family, version, fallback):
     """The system headers, the declarations (in order) that the version's launcher needs, and its best block size."""
     includes, launcher = [], f"{family}{version}"
-    declarations = read(ROOT / (family + ".cu"), set(), includes)
+    declarations = read(ROOT / FAMILIES[family], set(), includes)
     if not fallback:
         declarations = [Declaration(drop_fallbacks(d.text, family, version)) for d in declarations]
     defined = {}
@@ -232,7 +236,8 @@ def extract(family, version, fallback):
     laid_out = {name for d in kept for name in d.names if name.startswith("lay_out")}
     keep([n for d in declarations if d.uses & laid_out for n in d.names if n.endswith("_workspace_bytes")])
     if family != "lm_head":  # its contract is at LmHeadArguments
-        kept.update(d for d in declarations if d.text.startswith("// Every launcher"))
+        before = declarations[:declarations.index(defined[launcher][0])]
+        kept.add([d for d in before if d.text.startswith("// Every launcher")][-1])
     return includes, [d for d in declarations if d in kept], block_size
 
 
@@ -246,12 +251,13 @@ def plain_function(declarations, launcher, dtype):
         if token == "," and depth == 0:
             if not re.match(r"[A-Za-z_]", parameter[-1]) or parameter == ["void"]:
                 parameter.append("unused")
-            parameters.append([CPP_TYPES[dtype] if t in ("floatX", "gradX") else t for t in parameter])
+            parameters.append([CPP_TYPES[dtype] if t in TYPES else t for t in parameter])
             parameter = []
         else:
             parameter.append(token)
-    types = ", ".join([CPP_TYPES[dtype]] * sum(name in code[:at] for name in ("floatX", "gradX")))
-    declared = ", ".join(" ".join(p).replace("* ", "*") for p in parameters)
+    types = ", ".join([CPP_TYPES[dtype]] * sum(name in code[:at] for name in TYPES))
+    declared = ", ".join(" ".join(p).replace("* ", "*").replace(" < ", "<").replace(" >", ">").replace(" ,", ",")
+                         for p in parameters)
     passed = ", ".join(p[-1] for p in parameters)
     return (f"inline cudaError_t {launcher}_{dtype}({declared}) {{\n"
             f"    return {launcher}<{types}>({passed});\n}}")

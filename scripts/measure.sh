@@ -2,7 +2,7 @@
 # Builds for the GPU at hand, checks every version in every type, times the shapes that the README shows, and leaves what
 # was measured in DIR (default: dev/results/<the GPU's name>): KERNEL.jsonl, one JSON object a run, as soon as that kernel
 # is done; run.txt, what one run prints; and sweep.txt, what lm_head does with which memory. With SANITIZERS=1 the tools
-# of compute-sanitizer look at every version and type first. KERNELS="encoder_backward" measures only that one.
+# of compute-sanitizer check every version and type first. KERNELS="encoder_backward" measures only that one.
 # usage: scripts/measure.sh [DIR]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,6 +44,26 @@ encoder_backward -b 64 --rounding stochastic
 encoder_backward -b 64 --grad-dtype fp32
 encoder_backward -b 64 --dtype fp32
 encoder_backward -b 64 -c 769
+embedding_lookup -b 64
+embedding_lookup -b 64 --tokens zipf
+embedding_lookup -b 64 -c 4096 -v 128256
+embedding_lookup -b 64 -c 4096 -v 128256 --tokens zipf
+embedding_lookup -b 2 -c 512 -v 1024 --dtype fp32
+embedding_lookup -b 2 -c 1024 -v 1024 --dtype fp32
+embedding_lookup -b 4 -c 512 -v 1024 --dtype fp32
+embedding_lookup -b 4 -c 1024 -v 1024 --dtype fp32
+embedding_lookup -b 2 -c 512 -v 1024 --dtype fp16
+embedding_lookup -b 2 -c 1024 -v 1024 --dtype fp16
+embedding_lookup -b 4 -c 512 -v 1024 --dtype fp16
+embedding_lookup -b 4 -c 1024 -v 1024 --dtype fp16
+embedding_lookup -b 64 -c 769
+embedding_lookup -b 64 --index int64 --out-dtype fp32
+embedding_lookup -b 64 -c 256 -v 10000000 --dtype fp16 --bag sum --hotness 64
+embedding_lookup -b 64 -c 128 -v 1000000 --dtype fp16 --bag sum --hotness 32
+embedding_lookup -b 64 -c 128 -v 1000000 --dtype fp16 --bag sum --hotness 32 --tokens zipf
+embedding_lookup -b 64 -c 128 -v 1000000 --dtype fp16 --bag mean --hotness 0..64 --weights
+embedding_lookup -b 64 -c 128 -v 1000000 --dtype fp16 --bag max --hotness 32
+embedding_lookup -b 1 -t 64 -c 128 -v 1000000 --dtype fp16 --bag sum --hotness 100000
 classifier_fused -b 8
 classifier_fused -v 32000
 classifier_fused -b 4 -v 128256
@@ -98,6 +118,10 @@ encoder_forward -b 64 -t 3 -c 7 -v 5 --tokens one
 encoder_backward -b 8 --tokens zipf
 encoder_backward -b 5 -t 333 -c 769 --tokens padded --overwrite
 encoder_backward -b 300 -t 3 -c 40 -v 5 --grad-dtype fp32
+embedding_lookup -b 8 --tokens zipf --index int64
+embedding_lookup -b 5 -t 333 -c 769 --stride 800 --out-dtype fp32
+embedding_lookup -b 2 -t 333 -c 130 --bag mean --hotness 0..40 --weights --padding-idx 3 -v 1000
+embedding_lookup -b 1 -t 40 -c 33 --bag max --hotness 0..3000 --tables 3 -v 1000
 classifier_fused -b 2 --logits peaked --lse
 classifier_fused -b 5 -t 33 -v 1003 -p 1003 --output other --probs --accuracy --label-smoothing 0.1
 classifier_fused -b 1 -t 64 -v 300001 --softcap 30 --z-loss 0.0001 --ignore-every 3
@@ -114,6 +138,9 @@ encoder_forward -b 3 -t 17 -c 264 -v 100
 encoder_forward -b 8 -t 5 -c 33 -v 100
 encoder_backward -b 3 -t 17 -c 264 -v 100 --overwrite
 encoder_backward -b 130 -t 5 -c 33 -v 7
+embedding_lookup -b 3 -t 17 -c 264 -v 100 --index int64
+embedding_lookup -b 3 -t 5 -c 33 -v 100 --bag sum --hotness 0..20 --weights
+embedding_lookup -b 1 -t 5 -c 24 -v 100 --bag max --hotness 0..1200 --tables 2
 classifier_fused -b 3 -t 17 -v 1003 -p 1005 --probs --accuracy --label-smoothing 0.1 --ignore-every 4
 '
 # The same where bulk copies bring data and mbarriers say so, which racecheck takes for races, in the plainest ring too;
@@ -133,7 +160,7 @@ quietly() {  # COMMAND...: prints what it says only if it fails, and ends the sh
 }
 export -f quietly
 mkdir -p "$dir"
-for kernel in ${KERNELS:-encoder_forward encoder_backward classifier_fused lm_head}; do
+for kernel in ${KERNELS:-encoder_forward encoder_backward embedding_lookup classifier_fused lm_head}; do
     each $kernel "$checks" | while read -r _ options; do quietly ./$kernel all --check $options; done
     if [ -n "${SANITIZERS:-}" ]; then
         for tool in memcheck synccheck racecheck initcheck; do
@@ -150,6 +177,7 @@ for kernel in ${KERNELS:-encoder_forward encoder_backward classifier_fused lm_he
         ./$kernel all --bench $options --json "$work/$kernel.jsonl" | sed -n '/^version/,$p'
     done
     if [ $kernel = lm_head ]; then ./lm_head --bench --sweep memory > "$work/sweep.txt" && mv "$work/sweep.txt" "$dir"/; fi
+    scripts/tables.py --stamp "$work/$kernel.jsonl"
     mv "$work/$kernel.jsonl" "$dir"/
 done
 ./encoder_forward > "$work/run.txt"

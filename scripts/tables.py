@@ -2,21 +2,27 @@
 """Writes the measurements into README.md and dev/results/README.md, between their markers.
 
     scripts/tables.py                rewrites both, and the ladder in each kernel file's header
-    scripts/tables.py --check        exit 1 if one is out of date, or a kernel has changed since it was measured
+    scripts/tables.py --check        exit 1 if one is out of date
     scripts/tables.py --stamp FILE   adds "source", a hash of the kernel's sources without comments, to each record
+
+A kernel that has changed since it was measured (its hash differs from the records') is marked wherever its figures are
+shown.
 
     <!-- summary nvidia-h200 -->                 one row a kernel: its default version at one shape
     <!-- table nvidia-h200 encoder_forward -->   a table of dev/results/nvidia-h200/encoder_forward.jsonl
     <!-- output nvidia-h200/run.txt -->          that file of dev/results, as a block of text
     <!-- end -->                                 ends each of them
 
-The ladder of a kernel file has one line for each version, below a line that begins with "Measured on".
+The ladder of a table of versions, in the kernel file's header, has one line for each version, below a line "Measured
+on DEVICE, SHAPE, cold:". A version without a measurement is "not measured yet".
 """
+import functools
 import hashlib
 import json
 import os
 import re
 import sys
+import typing
 
 import extract
 
@@ -24,16 +30,32 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 RESULTS = os.path.join(ROOT, "dev", "results")
 PAGES = [os.path.join(ROOT, "README.md"), os.path.join(RESULTS, "README.md")]
 
-# The device of the ladders, and the shape of each kernel that its ladder and the summary show.
-LADDER_DEVICE = "nvidia-h200"
-HEADLINES = {"encoder_forward": "B64 T1024 C768 V50257 bf16 uniform",
-             "encoder_backward": "B64 T1024 C768 V50257 bf16 zipf",
-             "classifier_fused": "B8 T1024 V50257 P50304 bf16 uniform",
-             "lm_head": "B8 T1024 C2048 V128256 bf16 uniform"}
+# The device of the ladders and of the summary.
+LADDER_DEVICE, LADDER_NAME = "nvidia-h200", "NVIDIA H200"
+
+
+class Ladder(typing.NamedTuple):
+    """A table of versions, NAME_versions in KERNEL.cu, and the shape that its ladder and the summary show."""
+    name: str
+    kernel: str
+    shape: str
+
+
+LADDERS = [
+    Ladder("encoder_forward", "encoder_forward", "B64 T1024 C768 V50257 bf16 uniform"),
+    Ladder("encoder_backward", "encoder_backward", "B64 T1024 C768 V50257 bf16 zipf"),
+    Ladder("embedding_lookup", "embedding_lookup", "B64 T1024 C768 V50257 bf16 uniform"),
+    Ladder("embedding_bag", "embedding_lookup", "B64 T1024 C128 V1000000 fp16 uniform bag=sum hotness=32"),
+    Ladder("classifier_fused", "classifier_fused", "B8 T1024 V50257 P50304 bf16 uniform"),
+    Ladder("lm_head", "lm_head", "B8 T1024 C2048 V128256 bf16 uniform"),
+]
+CHANGED = "The kernels have changed since."
+KERNELS = list(dict.fromkeys(ladder.kernel for ladder in LADDERS))
 
 # Options that only some kernels have, and the values that go without saying.
 DEFAULTS = {"no_positions": False, "grad_dtype": "same", "overwrite": False, "rounding": "nearest",
-            "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
+            "bag": "concat", "out_dtype": "same", "index": "int32", "weights": False, "stride": 0, "padding_idx": -1,
+            "tables": 1, "hotness": "1", "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
             "label_smoothing": 0, "z_loss": 0, "softcap": 0, "logit_scale": 1, "ignore_every": 0,
             "gradients": "both", "forward": False, "bias": False, "tf32": False, "memory": "25%", "sweep": "none",
             "graph": False, "spread": 2}
@@ -51,8 +73,11 @@ def shape(record):
 
 
 def best_records(device, kernel):
-    """All records of a kernel, and by shape and version those of the best block sizes."""
-    with open(os.path.join(RESULTS, device, kernel + ".jsonl")) as file:
+    """All records of a kernel, and by shape and version those of the best block sizes. None if it was not measured."""
+    path = os.path.join(RESULTS, device, kernel + ".jsonl")
+    if not os.path.exists(path):
+        return [], {}
+    with open(path) as file:
         records = [json.loads(line) for line in file]
     best = {}
     for record in records:
@@ -75,6 +100,8 @@ def table(device, kernel):
                   "gradient, one for the losses alone), timed in turns at the best algorithm found, and the scratch "
                   "memory as a share of the logits. Products draw all the power that the chip may have, and its clock "
                   "follows: compare multiples rather than milliseconds, and those to some 5%."]
+        if has_changed(kernel, records):
+            lines[-1] += f" {CHANGED}"
         return "\n".join(lines)
     rates = [record["copy_gbps"] for row in best.values() for record in row.values() if record["copy_gbps"]]
     lines += ["", caption(records) + "median of cold runs at the best block size"]
@@ -82,9 +109,12 @@ def table(device, kernel):
         lines[-1] += (", and the fewest bytes over that time as a share of the copy rate measured in the same process "
                       f"({min(rates):.0f} to {max(rates):.0f} GB/s)")
     lines[-1] += "."
-    missing = [f"{number} {name}" for number, name in version_names(kernel).items() if number not in versions]
+    missing = [f"{number} {name}" for ladder in LADDERS if ladder.kernel == kernel
+               for number, name in version_names(ladder).items() if number not in versions]
     if missing:
         lines[-1] += " Not measured yet: " + ", ".join(missing) + "."
+    if has_changed(kernel, records):
+        lines[-1] += f" {CHANGED}"
     return "\n".join(lines)
 
 
@@ -103,24 +133,40 @@ def cell(record):
 
 def summary(device):
     """One row a kernel: the time of its default version, what it amounts to, and the gain over version 1."""
-    lines = ["| kernel | shape | default version | time | % of copy | against version 1 |", "|---|---|---|---|---|---|"]
-    for kernel, headline in HEADLINES.items():
-        versions = best_records(device, kernel)[1][headline]
+    lines = ["| versions | shape | default version | time | % of copy | against version 1 |", "|---|---|---|---|---|---|"]
+    marked = False
+    for ladder in LADDERS:
+        records, best = best_records(device, ladder.kernel)
+        versions = best.get(ladder.shape)
+        if not versions:
+            number, name = max(version_names(ladder).items())
+            lines.append(f"| `{ladder.name}` | {ladder.shape} | {number} {name} | not measured yet | | |")
+            continue
         last = versions[max(versions)]
         ratio = last.get("ratio_to_gemms")
         share = (f"{ratio:.2f}x the bare products, {last['scratch_pct_of_logits']:.0f}% of the logits' memory" if ratio
                  else f"{last['pct_of_copy']:.1f}%")
         gain = versions[min(versions)]["time_ms_median"] / last["time_ms_median"]
-        lines.append(f"| `{kernel}` | {headline} | {last['version']} {last['name']} | {last['time_ms_median']:.4g} ms | "
+        mark = " *" if has_changed(ladder.kernel, records) else ""
+        marked = marked or mark
+        lines.append(f"| `{ladder.name}` | {ladder.shape} | {last['version']} {last['name']} | {last['time_ms_median']:.4g} ms{mark} | "
                      f"{share} | {gain:.{0 if gain >= 10 else 1}f}x faster |")
+    if marked:
+        lines += ["", "\\* The kernels have changed since they were measured."]
     return "\n".join(lines)
 
 
+@functools.lru_cache(maxsize=None)
 def source_hash(kernel):
     """A hash of a kernel's sources, without comments, white space and main(): what its measurements depend on."""
     declarations = extract.read(extract.ROOT / (kernel + ".cu"), set(), [])
     code = " ".join(token for declaration in declarations for token in extract.code_of(declaration.text))
     return hashlib.sha256(code.encode()).hexdigest()[:12]
+
+
+def has_changed(kernel, records):
+    """Whether the kernel has changed since it was measured."""
+    return any(record.get("source") != source_hash(kernel) for record in records)
 
 
 def stamp(path):
@@ -132,19 +178,20 @@ def stamp(path):
             file.write(json.dumps(record) + "\n")
 
 
-def version_names(kernel):
+def version_names(ladder):
     """The rows {number, "name", ...} of a kernel file's table of versions."""
-    with open(os.path.join(ROOT, kernel + ".cu")) as file:
-        table = re.search(rf"\b{kernel}_versions\[\] = \{{\n(.*?)^\}};", file.read(), re.M | re.S)[1]
+    with open(os.path.join(ROOT, ladder.kernel + ".cu")) as file:
+        table = re.search(rf"\b{ladder.name}_versions\[\] = \{{\n(.*?)^\}};", file.read(), re.M | re.S)[1]
     return {int(number): name for number, name in re.findall(r"^    \{(\d+), \"([^\"]+)\"", table, re.M)}
 
 
-def ladder(kernel):
-    """The lines of a kernel file's ladder. A version without a record is not measured yet."""
-    records, best = best_records(LADDER_DEVICE, kernel)
-    lines, before = [f"Measured on an {records[0]['device']}, {HEADLINES[kernel]}, cold:"], None
-    for number, name in version_names(kernel).items():
-        record = best[HEADLINES[kernel]].get(number)
+def ladder_text(ladder):
+    """The lines of a kernel file's ladder."""
+    records, best = best_records(LADDER_DEVICE, ladder.kernel)
+    best = best.get(ladder.shape, {})
+    lines, before = [f"Measured on an {LADDER_NAME}, {ladder.shape}, cold:"], None
+    for number, name in version_names(ladder).items():
+        record = best.get(number)
         if not record:
             lines.append(f"  {number}  {name:<15} not measured yet")
             before = None
@@ -155,7 +202,19 @@ def ladder(kernel):
         gain = f"   {before / time:.{0 if before / time >= 10 else 2}f}x the version before" if before else ""
         lines.append(f"  {number}  {record['name']:<15} {time:9.4f} ms  {share}{gain}")
         before = time
+    if best and has_changed(ladder.kernel, records):
+        lines.append(f"  {CHANGED}")
     return "\n".join(lines) + "\n"
+
+
+def fill_ladders(text, kernel):
+    for ladder in LADDERS:
+        if ladder.kernel == kernel:
+            text, found = re.subn(rf"Measured on .*, {re.escape(ladder.shape)}, cold:\n(?:  .*\n)*",
+                                  lambda _: ladder_text(ladder), text, count=1)
+            if not found:
+                sys.exit(f"{kernel}.cu has no line 'Measured on an {LADDER_NAME}, {ladder.shape}, cold:'")
+    return text
 
 
 def output(path):
@@ -178,9 +237,8 @@ def main():
     if sys.argv[1:] and not checks:
         sys.exit(__doc__)
     new = {page: fill for page in PAGES}
-    for kernel in HEADLINES:
-        new[os.path.join(ROOT, kernel + ".cu")] = lambda text, kernel=kernel: re.sub(
-            r"Measured on .*\n(?:  .*\n)*", lambda _: ladder(kernel), text, count=1)
+    for kernel in KERNELS:
+        new[os.path.join(ROOT, kernel + ".cu")] = lambda text, kernel=kernel: fill_ladders(text, kernel)
     for path, rewrite in new.items():
         with open(path) as file:
             old = file.read()
@@ -190,9 +248,6 @@ def main():
         if text != old:
             with open(path, "w") as file:
                 file.write(text)
-    for kernel in HEADLINES if checks else ():
-        if any(record.get("source") != source_hash(kernel) for record in best_records(LADDER_DEVICE, kernel)[0]):
-            sys.exit(f"{kernel}.cu has changed since its figures in dev/results/{LADDER_DEVICE} were measured")
 
 
 if __name__ == "__main__":

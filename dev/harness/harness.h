@@ -80,13 +80,13 @@ class Harness {
 
     // N ids in 0..V-1 from the source of --tokens, on the device.
     const int *tokens(long long N, int V) {
-        return upload(N, [=] { return make_tokens(options.token_source, N, V, 0, options.seed); });
+        return upload_tokens(N, [=] { return make_tokens(options.token_source, N, V, 0, options.seed); });
     }
 
     // N targets; every ignore_every-th is ignore_index (none, if ignore_every is 0). Of a token file, the id after each
     // of the first N ids.
     const int *targets(long long N, int V, int ignore_every, int ignore_index) {
-        return upload(N, [=] {
+        return upload_tokens(N, [=] {
             return make_targets(options.token_source, N, V, ignore_every, ignore_index, options.seed);
         });
     }
@@ -100,6 +100,14 @@ class Harness {
         auto *array = memory.allocate<std::decay_t<decltype(values[0])>>((double)count);
         const Progress::Stage stage("inputs");
         if (array) fill(array, values, count);
+        return array;
+    }
+
+    // A device array with these values.
+    template <typename T>
+    const T *upload(const std::vector<T> &values) {
+        T *const array = memory.allocate<T>((double)values.size());
+        if (array) cuda_check(cudaMemcpy(array, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
         return array;
     }
 
@@ -184,7 +192,7 @@ class Harness {
 
     // Makes N ids into host_tokens and copies them to the device.
     template <typename Make>
-    const int *upload(long long N, Make make) {
+    const int *upload_tokens(long long N, Make make) {
         int *const array = memory.allocate<int>((double)N);
         if (!array) return nullptr;
         const Progress::Stage stage("token ids");

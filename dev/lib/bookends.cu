@@ -24,7 +24,7 @@ int Call::from_cuda(cudaError_t error) const {
 
 int Call::not_negative(std::initializer_list<Size> sizes) const {
     for (const Size &size : sizes) {
-        if (size.value < 0) return fail(BK_ERROR_SHAPE, "%s is %d", size.name, size.value);
+        if (size.value < 0) return fail(BK_ERROR_SHAPE, "%s is %lld", size.name, size.value);
     }
     return BK_OK;
 }

@@ -125,6 +125,66 @@ int bk_encoder_backward(void *dwte, void *dwpe, const void *dout, const int32_t 
                         int B, int T, int C, int V, bk_dtype dtype, bk_dtype grad_dtype, int flags, uint64_t seed,
                         int version, bk_stream stream);
 
+/* The type of indices, and of the offsets of bags. */
+typedef enum { BK_INT32 = 0, BK_INT64 = 1 } bk_index_type;
+
+/* Gather:  out[i,:] = table[idx[i],:]
+ *
+ *   out         (N, C) of out_dtype; written; must not overlap the inputs
+ *   idx         (N) row numbers of index_type in 0..rows-1
+ *   table       (rows, C) of dtype; row r begins at element r * stride; may be null if rows is 0
+ *   status      the status word, or null. The row of an index outside 0..rows-1 becomes NaN, and the word is lowered to
+ *               its position, i. Negative indices are bad. Memory outside the table is not accessed.
+ *   stride      elements from row to row; at least C, else BK_ERROR_SHAPE
+ *   out_dtype   dtype, or BK_FP32
+ *
+ * A copy within one type keeps all bits. N or C of 0: nothing to do, BK_OK. With rows of 0 every index is bad. */
+int bk_embedding_lookup(void *out, const void *idx, const void *table, int64_t *status, int64_t N, int C, int64_t rows,
+                        int64_t stride, bk_dtype dtype, bk_dtype out_dtype, bk_index_type index_type, int version,
+                        bk_stream stream);
+
+/* How bk_embedding_bag combines the rows of a bag. */
+typedef enum { BK_BAG_SUM = 0, BK_BAG_MEAN = 1, BK_BAG_MAX = 2 } bk_bag_mode;
+
+/* Options of bk_embedding_bag. Start from BK_BAG_OPTIONS, the defaults, and set fields by name. */
+typedef struct {
+    int32_t mode;        /* a bk_bag_mode */
+    int32_t offset_type; /* the bk_index_type of offsets */
+    const void *offsets; /* (bags + 1), ascending: bag g consists of the indices offsets[g] to offsets[g+1]-1. Offsets
+                            outside 0..count are clamped. Null: every bag has `hotness` indices. */
+    int64_t hotness;     /* without offsets: count must be bags * hotness, else BK_ERROR_SHAPE */
+    const float *weights;      /* (count): one factor per index, for sums and means only; null: all 1 */
+    int64_t padding_idx;       /* an index that bags skip, also in the mean's count; negative: none */
+    const int64_t *first_rows; /* (tables + 1): `table` holds several tables. Table t consists of the rows first_rows[t]
+                                  to first_rows[t+1]-1, and its indices are relative to first_rows[t]. Null: one. */
+    int32_t tables;            /* number of tables, a divisor of the number of bags; 1 without first_rows */
+    int32_t reserved[5];       /* 0, else BK_ERROR_OPTIONS */
+} bk_bag_options;
+
+#define BK_BAG_OPTIONS {BK_BAG_SUM, BK_INT32, NULL, 1, NULL, -1, NULL, 1, {0}}
+
+/* Bags: the sum, mean or maximum of several rows of the table,
+ *   out[g,:] = sum over the indices k of bag g of weights[k] * table[idx[k],:]
+ *
+ *   out         (bags, C) of out_dtype; written. With several tables: (batch, tables, C), where batch = bags / tables
+ *               and the bags t * batch to (t+1) * batch - 1 look up table t (the layout of FBGEMM's table-batched
+ *               embedding)
+ *   argmax      int64, the shape of out; written: the position in idx of each maximum, the first of equal ones; -1 for
+ *               an empty bag and for a bag with a bad index. Null: not wanted. Must be null in other modes.
+ *   idx         (count) row numbers of index_type
+ *   table       (rows, C) of dtype, with its stride; all tables together
+ *   status      the status word, or null. A bag with an index outside its table becomes NaN, and the word is lowered to
+ *               the position of that index in idx.
+ *   options     null: BK_BAG_OPTIONS
+ *
+ * Sums are float and are rounded once. Their order depends on the bag's length, C and the alignment only, so the bits
+ * are the same each time. Version 4 divides bags of more than 512 indices into parts; versions 1 to 3 add in order. A
+ * mean divides by the number of indices that are not padding. A bag that is empty, or consists of padding, is 0 in every
+ * mode. NaN is larger than any number. The other arguments are those of bk_embedding_lookup. */
+int bk_embedding_bag(void *out, int64_t *argmax, const void *idx, const void *table, int64_t *status, int64_t count,
+                     int64_t bags, int C, int64_t rows, int64_t stride, const bk_bag_options *options, bk_dtype dtype,
+                     bk_dtype out_dtype, bk_index_type index_type, int version, bk_stream stream);
+
 /* Options of the classifier and of the LM head. Start from BK_CLASSIFIER_OPTIONS, the defaults, and set fields by name.
  * A null pointer to options means the defaults. Later versions use the reserved fields; 0 there is the present
  * behaviour. */

@@ -14,7 +14,7 @@ struct Call {
 
     struct Size {
         const char *name;
-        int value;
+        long long value;
     };
     struct Pointer {
         const char *name;

@@ -229,7 +229,7 @@ def library():
     global _library
     if _library is None:
         _library = ctypes.CDLL(str(BUILD / "libbookends.so"))
-        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        pointer, integer, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
         for name, result, *arguments in (
                 ("bk_version", integer),
                 ("bk_error_string", ctypes.c_char_p, integer),
@@ -237,6 +237,9 @@ def library():
                 ("bk_encoder_forward", integer, *[pointer] * 5, *[integer] * 6, pointer),
                 ("bk_encoder_backward_workspace_bytes", ctypes.c_size_t, *[integer] * 5),
                 ("bk_encoder_backward", integer, *[pointer] * 6, *[integer] * 7, ctypes.c_uint64, integer, pointer),
+                ("bk_embedding_lookup", integer, *[pointer] * 4, long, integer, *[long] * 2, *[integer] * 4, pointer),
+                ("bk_embedding_bag", integer, *[pointer] * 5, *[long] * 2, integer, *[long] * 2, pointer,
+                 *[integer] * 4, pointer),
                 ("bk_classifier_fused", integer, *[pointer] * 9, *[integer] * 3, pointer, *[integer] * 2, pointer),
                 ("bk_classifier_totals", integer, *[pointer] * 4, *[integer] * 2, pointer),
                 ("bk_lm_head_create", integer, pointer, *[integer] * 4, pointer, ctypes.c_size_t, ctypes.c_double,
@@ -307,6 +310,42 @@ def encoder_backward(dwte, dwpe, dout, inp, status, workspace, B, T, C, V, dtype
     """bk_encoder_backward, in the same way."""
     code = _call("bk_encoder_backward", (dwte, dwpe, dout, inp, status, workspace), B, T, C, V, dtype, grad_dtype,
                  flags, seed, version, stream)
+    return code, _word(status, stream)
+
+
+INT32, INT64 = 0, 1  # bk_index_type
+SUM, MEAN, MAX = 0, 1, 2  # bk_bag_mode
+
+
+def index_type(array):
+    """The bk_index_type of an Array."""
+    return INT64 if array is not None and array.item == np.int64 else INT32
+
+
+def embedding_lookup(out, idx, table, status, N, C, rows, stride, dtype, out_dtype, version=0, stream=None):
+    """bk_embedding_lookup, in the same way; the index type is that of idx."""
+    code = _call("bk_embedding_lookup", (out, idx, table, status), N, C, rows, stride, dtype, out_dtype,
+                 index_type(idx), version, stream)
+    return code, _word(status, stream)
+
+
+class BagOptions(ctypes.Structure):
+    """bk_bag_options, with its defaults; offsets, weights and first_rows are Arrays."""
+    _fields_ = [("mode", ctypes.c_int32), ("offset_type", ctypes.c_int32), ("offsets", ctypes.c_void_p),
+                ("hotness", ctypes.c_int64), ("weights", ctypes.c_void_p), ("padding_idx", ctypes.c_int64),
+                ("first_rows", ctypes.c_void_p), ("tables", ctypes.c_int32), ("reserved", ctypes.c_int32 * 5)]
+
+    def __init__(self, mode=SUM, offsets=None, hotness=1, weights=None, padding_idx=-1, first_rows=None, tables=1):
+        super().__init__(mode, index_type(offsets), offsets and offsets.pointer, hotness, weights and weights.pointer,
+                         padding_idx, first_rows and first_rows.pointer, tables)
+        self.keeps = offsets, weights, first_rows
+
+
+def embedding_bag(out, argmax, idx, table, status, count, bags, C, rows, stride, options, dtype, out_dtype, version=0,
+                  stream=None):
+    """bk_embedding_bag, in the same way; options: BagOptions or None."""
+    code = _call("bk_embedding_bag", (out, argmax, idx, table, status), count, bags, C, rows, stride,
+                 None if options is None else ctypes.byref(options), dtype, out_dtype, index_type(idx), version, stream)
     return code, _word(status, stream)
 
 

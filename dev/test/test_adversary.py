@@ -18,6 +18,8 @@ RUNS = [
     "encoder_backward all -b 3 -t 700 -c 40 -v 60",
     "encoder_backward all -b 70 -t 5 -c 264 -v 5 --tokens one",
     "encoder_backward all -b 3 -t 300 -c 130 -v 3000 --overwrite",
+    "embedding_lookup all -b 3 -t 17 -c 72 -v 50 --index int64",
+    "embedding_lookup all -b 1 -t 9 -c 40 -v 50 --bag mean --hotness 0..1500 --weights",
     "classifier_fused all -b 3 -t 5 -v 3001 -p 3008",
     "classifier_fused all -b 1 -t 30 -v 50257 -p 50304 --block-size 256",
     "classifier_fused all -b 1 -t 9 -v 128256 -p 128256 --block-size 256 --output other",

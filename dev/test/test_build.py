@@ -16,6 +16,7 @@ KERNELS = sorted(path.name for path in ROOT.glob("*.cu"))
 MADE_OF_OTHERS = {"lm_head.cu", "embedding_layer.cu"}
 PARTS = {"classifier_fused.cu": {"parts/classifier.h", "parts/hopper.h", "parts/launch.h"},
          "encoder_backward.cu": {"parts/group_positions.h", "parts/launch.h"},
+         "embedding_lookup.cu": {"parts/embedding_table.h"},
          "encoder_forward.cu": set(),
          "lm_head.cu": {"parts/classifier.h", "parts/gemm.h", "parts/launch.h", "parts/lm_head_gemms.h",
                         "parts/lm_head_plan.h", "parts/lm_head_product.h"}}
@@ -517,7 +518,7 @@ size_t tables() {
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_file_behind_a_trainers_header(name, built, tmp_path):
     """Which has macros and types of names like ours."""
-    types = "<float, float>" if name in ("encoder_backward.cu", "lm_head.cu") else "<float>"
+    types = "<float, float>" if name in ("encoder_backward.cu", "embedding_lookup.cu", "lm_head.cu") else "<float>"
     (tmp_path / "clash.h").write_text(CLASH)
     (tmp_path / "user.cc").write_text("#include \"clash.h\"\n#define BOOKENDS_NO_MAIN\n#include \"%s\"\n%s" % (
         name, USES_ALL % (name[:-3], types)))

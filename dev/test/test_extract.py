@@ -16,12 +16,15 @@ from bookends import BF16, BUILD, ON_CUDA, ROOT, Array
 SCRIPT = ROOT / "scripts" / "extract.py"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
-VERSIONS = {"encoder_forward": range(1, 6), "encoder_backward": range(1, 8), "classifier_fused": range(1, 6),
-            "lm_head": range(1, 7)}
+VERSIONS = {"encoder_forward": range(1, 6), "encoder_backward": range(1, 8), "embedding_lookup": range(1, 6),
+            "embedding_bag": range(1, 5), "classifier_fused": range(1, 6), "lm_head": range(1, 7)}
 # The call of a version's plain function, by the names that DRIVER gives the arguments.
 CALLS = {
     "encoder_forward": "out, ids, wte, wpe, status, B, T, C, V, block, stream",
     "encoder_backward": "wte, wpe, out, ids, status, workspace, B, T, C, V, {}, block, stream",
+    "embedding_lookup": "out, {ids, false}, {wte, V, C}, status, (long long)B * T, C, block, stream",
+    "embedding_bag": "{out, nullptr, status, {wte, V, C}, {{ids, false}, (long long)B * T, B, {}, T, nullptr, -1, {}}, "
+                     "C, nullptr, 1}, block, stream",
     "classifier_fused": "out, losses, nullptr, nullptr, nullptr, out, ids, nullptr, status, B, V, C, {}, block, stream",
 }
 DRIVER = """#include "%(family)s%(version)d.cuh"
@@ -143,6 +146,11 @@ def test_extracted_versions_give_the_bits_of_the_library(tmp_path_factory, famil
             elif family == "encoder_backward":
                 code, _ = bookends.encoder_backward(wte, wpe, out, inp, None, workspace, B, T, C, V, BF16, BF16,
                                                     version=version)
+            elif family == "embedding_lookup":
+                code, _ = bookends.embedding_lookup(out, inp, wte, None, B * T, C, V, C, BF16, BF16, version)
+            elif family == "embedding_bag":
+                code, _ = bookends.embedding_bag(out, None, inp, wte, None, B * T, B, C, V, C,
+                                                 bookends.BagOptions(hotness=T), BF16, BF16, version)
             else:
                 code, _ = bookends.classifier_fused(out, losses, None, None, None, out, inp, None, None, B, V, C, None,
                                                     BF16, version)
@@ -206,7 +214,7 @@ def test_nvcc_compiles_the_extracted_versions(tmp_path, family):
 
 
 def test_no_fallback_leaves_the_other_versions_out(tmp_path):
-    for family in ("encoder_forward", "encoder_backward"):
+    for family in ("encoder_forward", "encoder_backward", "embedding_lookup", "embedding_bag"):
         source = write_sources(tmp_path, family, "--no-fallback")
         for version in VERSIONS[family]:
             text = (tmp_path / ("%s%d.cuh" % (family, version))).read_text()

@@ -150,6 +150,30 @@ static Call backward_call(int B, int T, int C, int V, bk_dtype dtype, int versio
     return call;
 }
 
+static Call lookup_call(int N, int C, int V, bk_dtype dtype, int version) {
+    Call call{text("bk_embedding_lookup version %d, N %d, C %d, V %d", version, N, C, V)};
+    void *const out = call.add_output((size_t)N * C * size_of(dtype));
+    void *const idx = call.add(ids(N, V, 13)), *const table = call.add(numbers((size_t)V * C, dtype, 14));
+    call.run = [=](cudaStream_t stream) {
+        return bk_embedding_lookup(out, idx, table, nullptr, N, C, V, C, dtype, dtype, BK_INT32, version, stream);
+    };
+    return call;
+}
+
+static Call bag_call(int bags, int hotness, int C, int V, bk_dtype dtype, int version) {
+    Call call{text("bk_embedding_bag version %d, %d bags of %d, C %d, V %d", version, bags, hotness, C, V)};
+    const int count = bags * hotness;
+    void *const out = call.add_output((size_t)bags * C * size_of(dtype));
+    void *const idx = call.add(ids(count, V, 15)), *const table = call.add(numbers((size_t)V * C, dtype, 16));
+    call.run = [=](cudaStream_t stream) {
+        bk_bag_options options = BK_BAG_OPTIONS;
+        options.hotness = hotness;
+        return bk_embedding_bag(out, nullptr, idx, table, nullptr, count, bags, C, V, C, &options, dtype, dtype,
+                                BK_INT32, version, stream);
+    };
+    return call;
+}
+
 static Call classifier_call(int N, int V, bk_dtype dtype, int version) {
     Call call{text("bk_classifier_fused version %d, N %d, V %d", version, N, V)};
     void *const dlogits = call.add_output((size_t)N * V * size_of(dtype)), *const losses = call.add_output(N * 4);
@@ -203,6 +227,8 @@ static std::vector<Call> calls_of(int thread) {
     calls.push_back(forward_call(1, 8, 24, 1000, dtype, thread + 1));
     calls.push_back(backward_call(2, 16 << thread, 24 + 8 * thread, thread % 2 == 0 ? 300 : 20000, dtype, 0));
     calls.push_back(backward_call(3, 40, 16, 500 << thread, dtype, 4 + thread % 2));
+    calls.push_back(lookup_call(16 << thread, 24 + 8 * thread, 1000, dtype, thread < 3 ? 0 : 3));
+    calls.push_back(bag_call(2 << thread, 3 + 300 * thread, 24 + 8 * thread, 1000, dtype, thread < 3 ? 0 : 2));
     calls.push_back(lm_head_call(5 + thread, 16 + 8 * thread, 600 + 100 * thread, dtype, 0));
     calls.push_back(lm_head_call(9, 16, 300, BK_BF16, thread + 1));
     return calls;

@@ -1,0 +1,92 @@
+// Tables of embedding rows, lists of indices and bags, and the accesses to rows, for embedding_lookup.cu,
+// embedding_lookup_backward.cu and embedding_update.cu.
+#pragma once
+#include "../common.h"
+
+namespace bookends {
+
+// An embedding table. Row r has C elements, from data + r * stride on. stride is at least C, and the elements between
+// two rows are never accessed.
+template <typename floatX>
+struct EmbeddingTable {
+    floatX *data;  // floatX is const in a table that is only read
+    long long rows, stride;
+};
+
+// int32 or int64 numbers in device memory (in host memory for the CPU reference). An index is bad if it is negative or
+// not below the number of rows.
+struct Indices {
+    const void *data;
+    bool wide;  // int64
+
+    __host__ __device__ long long operator[](long long i) const {
+        return wide ? ((const long long *)data)[i] : ((const int *)data)[i];
+    }
+};
+
+// Whether the row number is in 0..rows-1. One comparison suffices: as unsigned numbers, negative ones are the largest.
+__host__ __device__ inline bool row_in_table(long long row, long long rows) {
+    return (unsigned long long)row < (unsigned long long)rows;
+}
+
+enum BagMode { kBagSum, kBagMean, kBagMax };
+
+// Bags of indices. With offsets (CSR), bag g consists of the indices offsets[g] to offsets[g+1]-1. Offsets outside
+// 0..count are clamped. Without offsets, it consists of the indices g * hotness to (g+1) * hotness - 1.
+struct Bags {
+    Indices idx;           // (count)
+    long long count;       // number of indices
+    long long bags;        // number of bags
+    Indices offsets;       // (bags + 1), ascending; data is null without offsets
+    long long hotness;     // indices per bag without offsets
+    const float *weights;  // (count): one factor per index, for sums and means; or null
+    long long padding;     // an index that bags skip; negative: none
+    BagMode mode;
+
+    __host__ __device__ long long begin(long long bag) const {
+        if (!offsets.data) return bag * hotness;
+        const long long offset = offsets[bag];
+        return offset < 0 ? 0 : offset < count ? offset : count;
+    }
+    __host__ __device__ bool is_padding(long long row) const { return row == padding && row >= 0; }
+    __host__ __device__ float weight(long long i) const { return weights ? weights[i] : 1.0f; }
+};
+
+// The number of table elements per access: a power of two, at most 16 bytes of the table. Accesses to rows of the table
+// and of `rows` (C elements apart) are aligned. If rowX is the wider type, its rows are accessed in parts of 16 bytes.
+template <typename tableX, typename rowX>
+int row_width(const EmbeddingTable<tableX> &table, const rowX *rows, long long C) {
+    const int width = vector_width(Packed128<tableX>::size, C | table.stride, table.data);
+    const int other = vector_width(Packed128<rowX>::size, C, rows);
+    return other == Packed128<rowX>::size ? width : std::min(width, other);
+}
+
+// The value in type outX. Within one type all bits are kept, also those of a NaN.
+template <typename outX, typename floatX>
+__device__ outX convert(floatX value) {
+    if constexpr (std::is_same_v<outX, floatX>) {
+        return value;
+    } else {
+        return (outX)(float)value;
+    }
+}
+
+// Stores `width` consecutive elements, in accesses of at most 16 bytes.
+template <typename outX, typename floatX, int width>
+__device__ void store_row(outX *address, const Packed<floatX, width> &values) {
+    constexpr int part = width < Packed128<outX>::size ? width : Packed128<outX>::size;
+#pragma unroll
+    for (int first = 0; first < width; first += part) {
+        Packed<outX, part> packed;
+#pragma unroll
+        for (int k = 0; k < part; k++) packed[k] = convert<outX>(values[first + k]);
+        store_packed(address + first, packed);
+    }
+}
+
+template <typename outX, int width>
+__device__ void store_nan(outX *address) {
+    for (int k = 0; k < width; k++) address[k] = quiet_nan<outX>();
+}
+
+}  // namespace bookends
