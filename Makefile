@@ -70,7 +70,7 @@ TEST_PYTHON := $(shell $(PYTHON) -c 'import allpairspy, numpy, pytest, xdist' 2>
 WORKERS := $(if $(filter cuda,$(DEVICE)),4,auto)
 
 .DEFAULT_GOAL := all
-.PHONY: all run test lib install binaries warnings results profile sass clean help FORCE $(KERNELS)
+.PHONY: all run test lib install package binaries warnings results profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -102,13 +102,23 @@ install: $(BUILD)/libbookends.a $(BUILD)/libbookends.so ## the library, its head
 	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|; s|@PRIVATE@|$(strip $(STATIC_LIBS))|' dev/lib/bookends.pc.in \
 	    > $(DESTDIR)$(PREFIX)/lib/pkgconfig/bookends.pc
 
+# What the Python package needs of a build: the library, and a record of what it was built from and for. setup.py calls
+# this.
+RECORD := {"version": "$(VERSION)", "device": "$(DEVICE)", "architectures": "$(if $(filter cuda,$(DEVICE)),$(or $(FOR),native),cpu)", \
+    "commit": "$(COMMIT)", "compiler": "$(firstword $(filter-out ccache,$(COMPILE)))"}
+PACKAGE ?= python/bookends
+package: $(BUILD)/libbookends.so $(BUILD)/build.json
+	install -d $(PACKAGE)
+	install -m 755 $(BUILD)/libbookends.so $(PACKAGE)
+	install -m 644 $(BUILD)/build.json $(PACKAGE)
+
 run: all ## the main job: every version of every kernel on real text, checked, timed and tabled
 	@rm -f $(BUILD)/run.jsonl
 	@$(foreach kernel,$(KERNELS),./$(kernel) all --tokens dev/data/primer.bin \
 	    --json $(BUILD)/run.jsonl && echo &&) true
 
 # all that can be built, without the links at the top
-binaries: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so $(PROGRAMS:%=$(BUILD)/test/%)
+binaries: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so $(BUILD)/build.json $(PROGRAMS:%=$(BUILD)/test/%)
 
 test: binaries $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k 'shapes or types'" passes options to pytest
 	BOOKENDS_BUILD=$(BUILD) BOOKENDS_DEVICE=$(DEVICE) SANITIZE=$(SANITIZE) CXX="$(CXX)" \
@@ -151,6 +161,9 @@ $(BUILD)/flags: FORCE
 	$(call write_if_changed,$(COMPILE))
 $(BUILD)/commit.cc: FORCE
 	$(call write_if_changed,extern "C" const char bookends_commit[] = "$(COMMIT)";)
+
+$(BUILD)/build.json: FORCE
+	$(call write_if_changed,$(RECORD))
 
 $(BUILD)/commit.o: $(BUILD)/commit.cc $(BUILD)/flags
 	$(COMPILE) -c $< -o $@
