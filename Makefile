@@ -70,14 +70,14 @@ TEST_PYTHON := $(shell $(PYTHON) -c 'import allpairspy, numpy, pytest, xdist' 2>
 WORKERS := $(if $(filter cuda,$(DEVICE)),4,auto)
 
 .DEFAULT_GOAL := all
-.PHONY: all run test lib install package binaries warnings results profile sass clean help FORCE $(KERNELS)
+.PHONY: all run test test-python lib install package binaries warnings results profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 all: $(KERNELS) ## every kernel's binary, for the device found (DEVICE=cpu|cuda, ARCHS="80 90", SANITIZE=address|undefined|thread)
 
 help: ## this list
-	@sed -n 's/^\([A-Za-z$$()_]*\):[^#]*## /\1 /p' $(firstword $(MAKEFILE_LIST)) | sed 's/^$$(KERNELS)/KERNEL/; s/($$(KERNELS))/($(KERNELS))/' | \
+	@sed -n 's/^\([A-Za-z$$()_-]*\):[^#]*## /\1 /p' $(firstword $(MAKEFILE_LIST)) | sed 's/^$$(KERNELS)/KERNEL/; s/($$(KERNELS))/($(KERNELS))/' | \
 	    while read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
 
 # Links $(1) at the top level to $(2), and says so if it was a link to another build.
@@ -123,6 +123,10 @@ binaries: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so
 test: binaries $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k 'shapes or types'" passes options to pytest
 	BOOKENDS_BUILD=$(BUILD) BOOKENDS_DEVICE=$(DEVICE) SANITIZE=$(SANITIZE) CXX="$(CXX)" \
 	    $(TEST_PYTHON) -m pytest -q -n $(WORKERS) dev/test $(TESTS)
+
+test-python: $(BUILD)/libbookends.so $(BUILD)/build.json build/venv-torch/bin/python ## the Python package's tests with torch, which it installs into build/venv-torch (4.6 GB)
+	BOOKENDS_BUILD=$(BUILD) BOOKENDS_DEVICE=$(DEVICE) SANITIZE=$(SANITIZE) CXX="$(CXX)" \
+	    build/venv-torch/bin/python -m pytest -q -rs -n 2 dev/test/test_python.py $(TESTS)
 
 # More warnings than a build shows, as errors, from g++ and, where it is found, clang++. Nothing is compiled.
 STRICT := -Wformat=2 -Wformat-security -Wshadow -Werror -fsyntax-only
@@ -196,6 +200,11 @@ $(BUILD)/libbookends.a: $(LIBRARY) $(RUNTIME)
 $(BUILD)/libbookends.so: $(LIBRARY) $(RUNTIME) dev/lib/exports.map
 	$(LINK) $(SHARED) $(filter %.o,$^) -o $@ $(LIBS)
 	@ln -sf $(@F) $@.$(MAJOR)
+
+build/venv-torch/bin/python: python/tests/requirements.txt dev/test/requirements.txt
+	$(PYTHON) -m venv build/venv-torch
+	build/venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 build/venv/bin/python: dev/test/requirements.txt
 	$(PYTHON) -m venv build/venv || { echo "make test: needs python3 with venv, or with allpairspy, numpy, pytest and pytest-xdist" >&2; exit 1; }

@@ -68,7 +68,7 @@ def tag_of_any_python():
 
 setup(version=version(),
       package_dir={"": "python"},
-      packages=["bookends"],
+      packages=["bookends", "bookends.torch"],
       package_data={"bookends": ["py.typed"]},
       distclass=WithLibrary,
       cmdclass={"build_py": BuildWithMake, "sdist": SourceWithCommit, "bdist_wheel": tag_of_any_python()},

@@ -21,8 +21,9 @@ pytestmark = pytest.mark.skipif(bool(bookends.SANITIZE), reason="the same whatev
 
 def run_pytest(folder, *arguments, **environment):
     """The package's tests in `folder`, whose words are the failure's."""
-    names = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BOOKENDS_"))}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", *arguments]
+    names = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "BOOKENDS_"))
+             and name != "CXX"}  # torch.compile takes no compiler with arguments
+    command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", *arguments]
     result = subprocess.run(command, cwd=str(folder), env={**names, **environment}, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, universal_newlines=True, timeout=300)
     print(result.stdout)
@@ -42,6 +43,15 @@ def test_the_package(tmp_path):
 def test_the_package_with_torch(path, tmp_path):
     pytest.importorskip("torch", reason="needs torch (make test-python installs it)")
     run_pytest(tmp_path, str(path), **in_place())
+
+
+def test_types():
+    """mypy, by pyproject.toml's settings."""
+    pytest.importorskip("mypy", reason="needs mypy (make test-python installs it)")
+    pytest.importorskip("torch", reason="needs torch (make test-python installs it)")
+    result = subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", os.devnull], cwd=str(ROOT),
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True, timeout=300)
+    assert result.returncode == 0, result.stdout
 
 
 def setuptools_is_new():

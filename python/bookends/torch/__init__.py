@@ -1,0 +1,8 @@
+"""Embedding and losses for PyTorch: differentiable, compilable, with torch's signatures.
+
+Tensors are on the GPU, or on the CPU if the library was built for the CPU device.
+"""
+
+from ._functional import Embedding, cross_entropy, embedding, linear_cross_entropy
+
+__all__ = ["Embedding", "cross_entropy", "embedding", "linear_cross_entropy"]
