@@ -4,5 +4,6 @@ Tensors are on the GPU, or on the CPU if the library was built for the CPU devic
 """
 
 from ._functional import Embedding, cross_entropy, embedding, linear_cross_entropy
+from ._patch import patch, unpatch
 
-__all__ = ["Embedding", "cross_entropy", "embedding", "linear_cross_entropy"]
+__all__ = ["Embedding", "cross_entropy", "embedding", "linear_cross_entropy", "patch", "unpatch"]
