@@ -251,6 +251,13 @@ int bk_classifier_fused(void *dlogits, float *losses, float *lse, void *probs, i
 int bk_classifier_totals(float *rows, float *total, const int32_t *targets, const float *losses, int N,
                          int32_t ignore_index, bk_stream stream);
 
+/* x[i] *= *factor: for gradients that were computed before the gradient of the loss was known, as bk_lm_head_run does.
+ *
+ *   x        (count) of dtype; products are formed in float and rounded once
+ *   factor   one float in device memory. Where it is 1, the kernel reads nothing else, and x keeps its bits
+ *   count    0 or more, else BK_ERROR_SHAPE */
+int bk_scale(void *x, const float *factor, int64_t count, bk_dtype dtype, bk_stream stream);
+
 /* The LM head: from hidden states X and weights W to losses and every gradient, without holding the logits x whole:
  *   x = X W^T (+ bias), rounded to dtype      losses, lse and dlogits of x as above      dlogits is rounded to dtype
  *   dX = dlogits W      dW += dlogits^T X      dbias += the sum of dlogits over the rows

@@ -242,6 +242,7 @@ def library():
                  *[integer] * 4, pointer),
                 ("bk_classifier_fused", integer, *[pointer] * 9, *[integer] * 3, pointer, *[integer] * 2, pointer),
                 ("bk_classifier_totals", integer, *[pointer] * 4, *[integer] * 2, pointer),
+                ("bk_scale", integer, pointer, pointer, ctypes.c_int64, integer, pointer),
                 ("bk_lm_head_create", integer, pointer, *[integer] * 4, pointer, ctypes.c_size_t, ctypes.c_double,
                  *[integer] * 3, pointer),
                 ("bk_lm_head_destroy", None, pointer),
@@ -373,6 +374,10 @@ def classifier_fused(dlogits, losses, lse, probs, correct, logits, targets, dlos
 
 def classifier_totals(rows, total, targets, losses, N, ignore_index=-100, stream=None):
     return _call("bk_classifier_totals", (rows, total, targets, losses), N, ignore_index, stream)
+
+
+def scale(x, factor, count, dtype, stream=None):
+    return _call("bk_scale", (x, factor), count, dtype, stream)
 
 
 def lm_head_create(N, C, V, flags, options, memory, dtype, grad_dtype, version=0, share=0.0, least=None):

@@ -140,6 +140,37 @@ def test_totals_of_anything():
     assert (rows.get()[0], total.get()[0]) == (2, 6)
 
 
+@every_dtype
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 4097, 4 * 256 * 4096 + 5])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_scale(offset, count, dtype):
+    values = bookends.random_bits(np.random.default_rng(count), count, dtype)
+    for factor in (1.0, 0.3, -2.0, float("inf"), 0.0):
+        x = Array(count, dtype.bits, offset=offset).put(values)
+        assert bookends.scale(x, scalar(factor), count, dtype) == OK and x.guards_intact()
+        with np.errstate(over="ignore", invalid="ignore"):
+            products = np.float32(factor) * from_bits(values, dtype).astype(np.float32)
+        assert bookends.same(x.get(), values if factor == 1 else to_bits(products, dtype), dtype).all()
+
+
+@every_dtype
+def test_scale_by_1_keeps_the_bits(dtype):
+    """Of signalling NaNs too."""
+    values = bookends.special_values(dtype)
+    x = Array(len(values), dtype.bits).put(values)
+    assert bookends.scale(x, scalar(1), len(values), dtype) == OK and (x.get() == values).all()
+
+
+def test_scale_refuses():
+    x, factor = scalar(1), scalar(2)
+    for arguments, error, words in (((x, factor, -1, FP32), bookends.ERROR_SHAPE, "count is -1"),
+                                    ((x, None, 1, FP32), bookends.ERROR_NULL, "factor is null"),
+                                    ((None, factor, 1, FP32), bookends.ERROR_NULL, "x is null"),
+                                    ((x, factor, 1, 3), bookends.ERROR_DTYPE, "there is no dtype 3")):
+        assert bookends.scale(*arguments) == error and last_message() == "bk_scale: " + words
+    assert bookends.scale(None, None, 0, FP32) == OK and x.get()[0] == 1
+
+
 @every_classifier
 def test_micro_batches_share_a_divisor(version):
     """Two of them, together, give the gradient of the mean over all rows that count."""

@@ -9,10 +9,10 @@ from ._arrays import Status
 from ._config import __version__, show_config
 from ._functions import (Classified, HeadResult, LmHead, classifier_fused, classifier_totals, embedding_bag,
                          embedding_lookup, encoder_backward, encoder_backward_workspace_bytes, encoder_forward,
-                         error_string, last_message, version)
+                         error_string, last_message, scale, version)
 from ._library import ArgumentError, BadIdError, BookendsError, DeviceError, UnsupportedError, WorkspaceError
 
 __all__ = ["ArgumentError", "BadIdError", "BookendsError", "Classified", "DeviceError", "HeadResult", "LmHead",
            "Status", "UnsupportedError", "WorkspaceError", "__version__", "classifier_fused", "classifier_totals",
            "embedding_bag", "embedding_lookup", "encoder_backward", "encoder_backward_workspace_bytes",
-           "encoder_forward", "error_string", "last_message", "show_config", "version"]
+           "encoder_forward", "error_string", "last_message", "scale", "show_config", "version"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from typing import Any, NamedTuple, Optional
 
@@ -151,11 +152,8 @@ def embedding_lookup(idx: Any, table: Any, *, out: Any = True, out_dtype: Any = 
     allowed = (call.dtypes["dtype"], "float32") if out_dtype is None else (dtype_name("out_dtype", out_dtype),)
     written = call.output("out", True if out is None else out, (*indices.shape, "C"), allowed)
     assert written is not None
-    count = 1
-    for size in indices.shape:
-        count *= size
     word = Word(call, status, check, indices, "idx")
-    call.run("bk_embedding_lookup", written, indices, source, word.pointer, count, call.size("C"), source.shape[0],
+    call.run("bk_embedding_lookup", written, indices, source, word.pointer, math.prod(indices.shape), call.size("C"), source.shape[0],
              row_stride(source), call.code(), _library.FLOATS[written.dtype], _library.INDEX_TYPES[indices.dtype],
              integer("version", version), call.stream)
     word.verify(f"0..{source.shape[0] - 1}")
@@ -288,6 +286,18 @@ def classifier_totals(targets: Any = None, losses: Any = None, *, rows: Any = No
     call.run("bk_classifier_totals", counted, summed, labels, values, call.size("N"),
              integer("ignore_index", ignore_index), call.stream)
     return returned(counted), returned(summed)
+
+
+def scale(x: Any, factor: Any, *, stream: Any = None) -> Any:
+    """x *= factor, in place; nothing is done where the factor is 1. x: of any shape, float32, float16 or bfloat16.
+    factor: one float32 on the device. Returns x."""
+    call = Call(stream)
+    scaled = call.array("x", x, None, "dtype", output=True)
+    by = call.array("factor", factor, None, ("float32",))
+    if by.shape not in ((), (1,)):
+        raise ValueError(f"factor: expected one element, given shape {by.shape}")
+    call.run("bk_scale", scaled, by, math.prod(scaled.shape), call.code(), call.stream)
+    return x
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ FUNCTIONS = {
     "bk_embedding_bag": "i ppppp qqiqqpiiiip",
     "bk_classifier_fused": "i ppppppppp iiipiip",
     "bk_classifier_totals": "i pppp iup",
+    "bk_scale": "i ppqip",
     "bk_lm_head_create": "i p iiiipzdiiip",
     "bk_lm_head_destroy": "v p",
     "bk_lm_head_workspace_bytes": "z p",

@@ -188,6 +188,15 @@ def test_totals():
         bookends.classifier_totals()
 
 
+def test_scale():
+    x = np.arange(12, dtype=np.float16).reshape(3, 4)
+    assert bookends.scale(x, np.array(0.5, np.float32)) is x and (x.reshape(-1) == np.arange(12) / 2).all()
+    with pytest.raises(ValueError, match=r"factor: expected one element, given shape \(2,\)"):
+        bookends.scale(x, np.ones(2, np.float32))
+    with pytest.raises(ValueError, match="x: expected a contiguous"):
+        bookends.scale(x.T, np.ones(1, np.float32))
+
+
 @pytest.mark.parametrize("options", [{}, dict(softcap=5.0, z_loss=0.01, label_smoothing=0.1)])
 def test_lm_head(options):
     job = Job()

@@ -380,10 +380,11 @@ def test_second_derivatives_and_second_backwards_are_errors():
         first, = torch.autograd.grad(loss, tensor, create_graph=True)
         with pytest.raises(NotImplementedError, match="has no derivative"):
             torch.autograd.grad(first.sum(), tensor)
-    loss = bt.linear_cross_entropy(hidden, weight, target) * 2
-    torch.autograd.grad(loss, hidden, retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(loss, hidden)
+    for loss in (bt.linear_cross_entropy(hidden, weight, target) * 2,
+                 bt.cross_entropy(hidden, target % 16, inplace=True)):
+        torch.autograd.grad(loss, hidden, retain_graph=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, hidden)
 
 
 def test_gradients_are_the_same_bits_each_time():
@@ -436,7 +437,7 @@ def operators():
     options = (-100, 0.1, 2.0, 0.01, 0.5)
     plan = (torch.float32, 0, 0.25, True)
     detached = hidden.detach(), weight.detach(), bias.detach()
-    return [("embedding", (ids, weight, positions, 2)), ("embedding", (ids, weight, None, -1)),
+    return [("scale_", (hidden.detach().clone(), torch.tensor(0.5))), ("embedding", (ids, weight, positions, 2)), ("embedding", (ids, weight, None, -1)),
             ("embedding_backward", (torch.ones(3, 4, 6), ids, 11, 2, 7, True, True)),
             ("cross_entropy", (logits, target, False, *options)),
             ("cross_entropy_backward", (torch.ones(12), logits.detach(), target, *options)),
@@ -449,7 +450,7 @@ def operators():
                                                     *options))]
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(11))
 def test_opcheck(number):
     name, arguments = operators()[number]
     arguments = [argument.detach().to(on_the_device).requires_grad_(argument.requires_grad)

@@ -160,6 +160,7 @@ def cross_entropy_gradient(ctx: Any, dlosses: Optional[Tensor], dlse: Optional[T
     if torch.is_grad_enabled():
         raise NotImplementedError("inplace: expected False where a second derivative is wanted (create_graph=True)")
     torch.ops.bookends.cross_entropy_backward_(dlosses, logits, target, *ctx.options)
+    torch.autograd.graph.increment_version(logits)  # so that a second backward is an error
     return (logits.detach(), *none)
 
 
@@ -266,6 +267,11 @@ def head_total_fake(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], targ
             *gradients_fake(hidden, weight, dX, dW, dbias, grad_dtype))
 
 
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x *= factor; the kernel returns at once where the factor is 1."""
+    bookends.scale(x, factor)
+
+
 def head_total_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
     ctx.wants = inputs[6:9]
@@ -275,8 +281,8 @@ def head_total_context(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def head_total_gradient(ctx: Any, dtotal: Optional[Tensor], *others: Any) -> tuple[Any, ...]:
-    """The gradients that the forward pass formed, times that of the total. In eager mode they are multiplied in place,
-    and on the CPU not at all where the factor is 1."""
+    """The gradients that the forward pass formed, times that of the total. In eager mode they are multiplied in
+    place."""
     result: list[Any] = [None] * ctx.count
     if dtotal is None:
         return tuple(result)
@@ -290,12 +296,13 @@ def head_total_gradient(ctx: Any, dtotal: Optional[Tensor], *others: Any) -> tup
         if is_traced(gradient):
             result[i] = (gradient * dtotal.to(gradient.dtype)).to(ctx.dtypes[i])
             continue
-        if gradient.is_cuda or float(dtotal) != 1:
-            gradient.mul_(dtotal)
+        torch.ops.bookends.scale_(gradient, dtotal)
+        torch.autograd.graph.increment_version(gradient)  # so that a second backward is an error
         result[i] = gradient.detach().to(ctx.dtypes[i])
     return tuple(result)
 
 
+register("scale_(Tensor(a!) x, Tensor factor) -> ()", scale_, lambda x, factor: None)
 register("linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? divisor, bool mean, "
          f"bool dX, bool dW, bool dbias, {PLAN_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
          head_total, head_total_fake)
