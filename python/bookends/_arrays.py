@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import operator
 import sys
 from typing import Any, Optional, Sequence, Union
@@ -71,14 +72,21 @@ def view(name: str, array: Any, stream: Any = None) -> View:
     raise TypeError(f"{name}: expected an array with DLPack or an array interface, given {type(array).__name__}")
 
 
+@functools.lru_cache(maxsize=None)
+def without_prefix(torch_name: Any) -> str:
+    """The name of a dtype of torch."""
+    return str(torch_name)[len("torch."):]
+
+
+device_name = functools.lru_cache(maxsize=None)(str)
+
+
 def view_torch(name: str, tensor: Any) -> View:
-    import torch
-    if tensor.layout != torch.strided:
+    if tensor.layout != sys.modules["torch"].strided:
         raise TypeError(f"{name}: expected a strided tensor, given layout {tensor.layout}")
-    device = tensor.device.type if tensor.device.index is None else f"{tensor.device.type}:{tensor.device.index}"
     strides = None if tensor.is_contiguous() else tensor.stride()
-    return View(tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype)[len("torch."):], device, strides, True,
-                "torch", tensor)
+    return View(tensor.data_ptr(), tuple(tensor.shape), without_prefix(tensor.dtype), device_name(tensor.device),
+                strides, True, "torch", tensor)
 
 
 TYPESTRINGS = {"<f4": "float32", "<f2": "float16", "<i4": "int32", "<i8": "int64", "|u1": "uint8"}
@@ -327,8 +335,9 @@ class Call:
             return self.array(name, array, shape, dtypes, output=True)
         dtype = self.dtypes.get(dtypes, dtypes) if isinstance(dtypes, str) else dtypes[0]
         sizes = tuple(size if isinstance(size, int) else self.sizes[size] for size in shape)
-        made = self.filled(sizes, dtype, 0 if zeros else None, name)
-        return self.array(name, made, shape, dtypes, output=True)
+        made = view(name, self.filled(sizes, dtype, 0 if zeros else None, name), self.stream)
+        self.keep.append(made)
+        return made
 
     # ---- memory
 

@@ -437,7 +437,8 @@ def operators():
     options = (-100, 0.1, 2.0, 0.01, 0.5)
     plan = (torch.float32, 0, 0.25, True)
     detached = hidden.detach(), weight.detach(), bias.detach()
-    return [("scale_", (hidden.detach().clone(), torch.tensor(0.5))), ("embedding", (ids, weight, positions, 2)), ("embedding", (ids, weight, None, -1)),
+    return [("scale_", (hidden.detach().clone(), torch.tensor(0.5))),
+            ("embedding", (ids, weight, positions, 2)), ("embedding", (ids, weight, None, -1)),
             ("embedding_backward", (torch.ones(3, 4, 6), ids, 11, 2, 7, True, True)),
             ("cross_entropy", (logits, target, False, *options)),
             ("cross_entropy_backward", (torch.ones(12), logits.detach(), target, *options)),
@@ -456,6 +457,24 @@ def test_opcheck(number):
     arguments = [argument.detach().to(on_the_device).requires_grad_(argument.requires_grad)
                  if isinstance(argument, torch.Tensor) else argument for argument in arguments]
     torch.library.opcheck(getattr(torch.ops.bookends, name).default, tuple(arguments))
+
+
+def test_dispatch_modes_see_the_operators():
+    """Which eager calls otherwise bypass."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            seen.append(str(function))
+            return function(*arguments, **(named or {}))
+
+    hidden, weight, target = randn(8, 16), randn(37, 16), randint(37, (8,))
+    want = gradients(bt.linear_cross_entropy(hidden, weight, target), [hidden, weight])
+    with Mode():
+        got = gradients(bt.linear_cross_entropy(hidden, weight, target), [hidden, weight])
+    assert {"bookends.linear_cross_entropy.default", "bookends.scale_.default"} <= set(seen)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 class Model(torch.nn.Module):

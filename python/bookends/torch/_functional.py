@@ -68,7 +68,7 @@ def embedding(input: Tensor, weight: Tensor, positions: Optional[Tensor] = None,
         T = input.shape[-1]
         if positions.dim() != 2 or positions.shape[0] < T or positions.shape[1] != C:
             raise ValueError(f"positions: expected shape ({T} or more, {C}), given {tuple(positions.shape)}")
-    return torch.ops.bookends.embedding(input, weight, positions, padding)
+    return _ops.call_embedding(input, weight, positions, padding)
 
 
 class Embedding(torch.nn.Embedding):
@@ -139,9 +139,9 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
         raise ValueError("input: expected shape (C), (N, C) or (N, C, d1, ...), given ()")
     dim = min(1, input.dim() - 1)
     check_target(target, input, (*input.shape[:dim], *input.shape[dim + 1:]), ignore_index)
-    logits = input.movedim(dim, -1).reshape(-1, input.shape[dim])
-    losses, lse = torch.ops.bookends.cross_entropy(logits, target.reshape(-1), inplace, ignore_index, label_smoothing,
-                                                   softcap, z_loss, logit_scale)
+    logits = input if dim == 1 and input.dim() == 2 else input.movedim(dim, -1).reshape(-1, input.shape[dim])
+    losses, lse = _ops.call_cross_entropy(logits, target.reshape(-1), inplace, ignore_index, label_smoothing, softcap,
+                                           z_loss, logit_scale)
     loss = reduced(losses, target, ignore_index, reduction, None)
     return (loss, lse.detach().view(target.shape)) if return_lse else loss
 
@@ -218,13 +218,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, bias: O
     labels = target.reshape(-1)
     wants = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias)]
     if reduction == "none" or not any(wants):
-        losses, lse = torch.ops.bookends.linear_cross_entropy_rows(rows, weight, bias, labels, grad_dtype, bytes_,
-                                                                   share, tune, *options)
+        losses, lse = _ops.call_head_rows(rows, weight, bias, labels, grad_dtype, bytes_, share, tune, *options)
         loss = reduced(losses, target, ignore_index, reduction, num_items_in_batch)
     else:
         divisor = num_items_in_batch
         if divisor is not None:
             divisor = torch.as_tensor(divisor, dtype=torch.float32, device=hidden.device).reshape(1)
-        loss, lse, *_ = torch.ops.bookends.linear_cross_entropy(
+        loss, lse, *_ = _ops.call_head_total(
             rows, weight, bias, labels, divisor, reduction == "mean", *wants, grad_dtype, bytes_, share, tune, *options)
     return (loss, lse.detach().view(target.shape)) if return_lse else loss

@@ -19,25 +19,59 @@ import bookends
 INT32_MIN, INT32_MAX = -2**31, 2**31 - 1
 
 
-def register(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Defines torch.ops.bookends.NAME by its schema."""
-    name = "bookends::" + schema.split("(")[0]
-    torch.library.define(name, schema[schema.index("("):])
-    torch.library.impl(name, "default", real)
-    torch.library.register_fake(name, fake)
-
-
-def no_second_derivative(*names: str) -> None:
-    """These operators compute gradients; a gradient of theirs is an error."""
-    for name in names:
-        def backward(ctx: Any, *gradients: Any, name: str = name) -> None:
-            raise NotImplementedError(f"bookends::{name} has no derivative: bookends.torch has first derivatives only")
-        torch.library.register_autograd("bookends::" + name, backward)
-
-
 def is_traced(tensor: Tensor) -> bool:
     """Whether a compiler traces the call: nothing may be written in place, and no value is known."""
     return type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter
+
+
+def is_dispatched(arguments: tuple[Any, ...]) -> bool:
+    """Whether somebody looks at operators: a compiler, a dispatch mode, a function transform, or a tensor subclass."""
+    return (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or any(isinstance(argument, Tensor) and is_traced(argument) for argument in arguments))
+
+
+def operator(schema: str, real: Callable[..., Any], fake: Callable[..., Any],
+             context: Optional[Callable[..., None]] = None,
+             gradient: Optional[Callable[..., Any]] = None) -> Callable[..., Any]:
+    """Defines torch.ops.bookends.NAME by its schema, and returns a function that calls it.
+
+    The function calls `real` itself where nobody looks at operators, with an autograd.Function where a gradient is
+    wanted: the dispatcher's Python code costs several times as much. Without `gradient` a derivative is an error."""
+    name = schema.split("(")[0]
+    torch.library.define("bookends::" + name, schema[schema.index("("):])
+    torch.library.impl("bookends::" + name, "default", real)
+    torch.library.register_fake("bookends::" + name, fake)
+
+    def no_derivative(ctx: Any, *gradients: Any) -> None:
+        raise NotImplementedError(f"bookends::{name} has no derivative: bookends.torch has first derivatives only")
+
+    backward = gradient or no_derivative
+    if "(a!)" not in schema:
+        torch.library.register_autograd("bookends::" + name, backward, setup_context=context)
+    dispatched = getattr(torch.ops.bookends, name).default
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = real(*arguments)
+            if context is not None:
+                context(ctx, arguments, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return backward(ctx, *gradients)
+
+    def call(*arguments: Any) -> Any:
+        if is_dispatched(arguments):
+            return dispatched(*arguments)
+        if torch.is_grad_enabled() and any(isinstance(argument, Tensor) and argument.requires_grad
+                                           for argument in arguments):
+            return Eager.apply(*arguments)
+        return real(*arguments)
+
+    return call
 
 
 def to_int32(ids: Tensor) -> Tensor:
@@ -101,15 +135,16 @@ def embedding_context(ctx: Any, inputs: Any, output: Any) -> None:
 def embedding_gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
     ids, = ctx.saved_tensors
     _, tokens, positions, _ = ctx.needs_input_grad
-    dwte, dwpe = torch.ops.bookends.embedding_backward(dout, ids, ctx.V, ctx.padding_idx, ctx.rows, tokens, positions)
+    dwte, dwpe = call_embedding_backward(dout, ids, ctx.V, ctx.padding_idx, ctx.rows, tokens, positions)
     return None, dwte if tokens else None, dwpe if positions else None, None
 
 
-register("embedding(Tensor ids, Tensor weight, Tensor? positions, int padding_idx) -> Tensor", embedding,
-         embedding_fake)
-register("embedding_backward(Tensor dout, Tensor ids, SymInt V, int padding_idx, SymInt rows, bool tokens, "
-         "bool positions) -> (Tensor, Tensor)", embedding_backward, embedding_backward_fake)
-torch.library.register_autograd("bookends::embedding", embedding_gradient, setup_context=embedding_context)
+call_embedding = operator(
+    "embedding(Tensor ids, Tensor weight, Tensor? positions, int padding_idx) -> Tensor",
+    embedding, embedding_fake, embedding_context, embedding_gradient)
+call_embedding_backward = operator(
+    "embedding_backward(Tensor dout, Tensor ids, SymInt V, int padding_idx, SymInt rows, bool tokens, bool positions) "
+    "-> (Tensor, Tensor)", embedding_backward, embedding_backward_fake)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,21 +191,23 @@ def cross_entropy_gradient(ctx: Any, dlosses: Optional[Tensor], dlse: Optional[T
         return (None, *none)
     logits, target = ctx.saved_tensors
     if not ctx.inplace or is_traced(logits) or not logits.is_contiguous():
-        return (torch.ops.bookends.cross_entropy_backward(dlosses, logits, target, *ctx.options), *none)
+        return (call_cross_entropy_backward(dlosses, logits, target, *ctx.options), *none)
     if torch.is_grad_enabled():
         raise NotImplementedError("inplace: expected False where a second derivative is wanted (create_graph=True)")
-    torch.ops.bookends.cross_entropy_backward_(dlosses, logits, target, *ctx.options)
+    call_cross_entropy_backward_(dlosses, logits, target, *ctx.options)
     torch.autograd.graph.increment_version(logits)  # so that a second backward is an error
     return (logits.detach(), *none)
 
 
-register(f"cross_entropy(Tensor logits, Tensor target, bool inplace, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
-         cross_entropy, cross_entropy_fake)
-register(f"cross_entropy_backward(Tensor dlosses, Tensor logits, Tensor target, {OPTIONS_SCHEMA}) -> Tensor",
-         cross_entropy_backward, cross_entropy_backward_fake)
-register(f"cross_entropy_backward_(Tensor dlosses, Tensor(a!) logits, Tensor target, {OPTIONS_SCHEMA}) -> ()",
-         cross_entropy_backward_, lambda *arguments: None)
-torch.library.register_autograd("bookends::cross_entropy", cross_entropy_gradient, setup_context=cross_entropy_context)
+call_cross_entropy = operator(
+    f"cross_entropy(Tensor logits, Tensor target, bool inplace, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
+    cross_entropy, cross_entropy_fake, cross_entropy_context, cross_entropy_gradient)
+call_cross_entropy_backward = operator(
+    f"cross_entropy_backward(Tensor dlosses, Tensor logits, Tensor target, {OPTIONS_SCHEMA}) -> Tensor",
+    cross_entropy_backward, cross_entropy_backward_fake)
+call_cross_entropy_backward_ = operator(
+    f"cross_entropy_backward_(Tensor dlosses, Tensor(a!) logits, Tensor target, {OPTIONS_SCHEMA}) -> ()",
+    cross_entropy_backward_, lambda *arguments: None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,18 +333,17 @@ def head_total_gradient(ctx: Any, dtotal: Optional[Tensor], *others: Any) -> tup
         if is_traced(gradient):
             result[i] = (gradient * dtotal.to(gradient.dtype)).to(ctx.dtypes[i])
             continue
-        torch.ops.bookends.scale_(gradient, dtotal)
+        call_scale_(gradient, dtotal)
         torch.autograd.graph.increment_version(gradient)  # so that a second backward is an error
         result[i] = gradient.detach().to(ctx.dtypes[i])
     return tuple(result)
 
 
-register("scale_(Tensor(a!) x, Tensor factor) -> ()", scale_, lambda x, factor: None)
-register("linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? divisor, bool mean, "
-         f"bool dX, bool dW, bool dbias, {PLAN_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-         head_total, head_total_fake)
-torch.library.register_autograd("bookends::linear_cross_entropy", head_total_gradient,
-                                setup_context=head_total_context)
+call_scale_ = operator("scale_(Tensor(a!) x, Tensor factor) -> ()", scale_, lambda x, factor: None)
+call_head_total = operator(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? divisor, bool mean, "
+    f"bool dX, bool dW, bool dbias, {PLAN_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    head_total, head_total_fake, head_total_context, head_total_gradient)
 
 
 def head_rows(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], target: Tensor, grad_dtype: torch.dtype,
@@ -350,18 +386,17 @@ def head_rows_gradient(ctx: Any, dlosses: Optional[Tensor], dlse: Optional[Tenso
         return tuple(result)
     tensors = ctx.saved_tensors
     wants = [bool(need) for need in ctx.needs_input_grad[:3]]
-    made = torch.ops.bookends.linear_cross_entropy_rows_backward(dlosses, *tensors, *wants, *ctx.others)
+    made = call_head_rows_backward(dlosses, *tensors, *wants, *ctx.others)
     for i, (gradient, wanted) in enumerate(zip(made, wants)):
         if wanted:
             result[i] = gradient.to(tensors[i].dtype)
     return tuple(result)
 
 
-register(f"linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, {PLAN_SCHEMA}, "
-         f"{OPTIONS_SCHEMA}) -> (Tensor, Tensor)", head_rows, head_rows_fake)
-register("linear_cross_entropy_rows_backward(Tensor dlosses, Tensor hidden, Tensor weight, Tensor? bias, "
-         f"Tensor target, bool dX, bool dW, bool dbias, {PLAN_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
-         head_rows_backward, head_rows_backward_fake)
-torch.library.register_autograd("bookends::linear_cross_entropy_rows", head_rows_gradient,
-                                setup_context=head_rows_context)
-no_second_derivative("embedding_backward", "cross_entropy_backward", "linear_cross_entropy_rows_backward")
+call_head_rows = operator(
+    f"linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, {PLAN_SCHEMA}, "
+    f"{OPTIONS_SCHEMA}) -> (Tensor, Tensor)", head_rows, head_rows_fake, head_rows_context, head_rows_gradient)
+call_head_rows_backward = operator(
+    "linear_cross_entropy_rows_backward(Tensor dlosses, Tensor hidden, Tensor weight, Tensor? bias, "
+    f"Tensor target, bool dX, bool dW, bool dbias, {PLAN_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    head_rows_backward, head_rows_backward_fake)
