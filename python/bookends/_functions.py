@@ -154,8 +154,8 @@ def embedding_lookup(idx: Any, table: Any, *, out: Any = True, out_dtype: Any = 
     assert written is not None
     word = Word(call, status, check, indices, "idx")
     call.run("bk_embedding_lookup", written, indices, source, word.pointer, math.prod(indices.shape), call.size("C"),
-             source.shape[0], row_stride(source), call.code(), _library.FLOATS[written.dtype], _library.INDEX_TYPES[indices.dtype],
-             integer("version", version), call.stream)
+             source.shape[0], row_stride(source), call.code(), _library.FLOATS[written.dtype],
+             _library.INDEX_TYPES[indices.dtype], integer("version", version), call.stream)
     word.verify(f"0..{source.shape[0] - 1}")
     return returned(written)
 
