@@ -426,6 +426,26 @@ def test_eight_threads():
     assert failures == []
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
+def test_calls_with_changing_shapes_leak_nothing():
+    def resident():
+        with open("/proc/self/statm") as text:
+            return int(text.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def calls(count):
+        for i in range(count):
+            hidden, target = randn(1 + i % 61, 16), randint(600, (1 + i % 61,))
+            bt.linear_cross_entropy(bt.embedding(target, weight), weight, target).backward()
+            bt.linear_cross_entropy(hidden, weight, target, reduction="none").sum().backward()
+            bt.cross_entropy(hidden, target % 16).backward()
+
+    weight = randn(600, 16)
+    calls(130)
+    before = resident()
+    calls(400)
+    assert resident() - before < 8 << 20
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # torch's machinery
 
@@ -526,30 +546,39 @@ def test_checkpointing():
     assert all(torch.equal(a, b) for a, b in zip(gradients(loss, [hidden, weight]), want))
 
 
-def ddp_process(rank, port, results):
+def one_of_two_processes(rank, sharded, port, results):
     import torch.distributed as dist
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = Model()
     ids, target = torch.randint(0, 37, (2, 2, 8)), torch.randint(0, 37, (2, 2, 8))
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    wrapped(ids[rank], target[rank]).backward()
-    got = [parameter.grad.clone() for parameter in model.parameters()]
     parts = [model_gradients(model, model, ids[i], target[i])[1] for i in range(2)]
+    model.zero_grad()
+    if sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        model(ids[rank], target[rank]).backward()
+        got = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    else:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        wrapped(ids[rank], target[rank]).backward()
+        got = [parameter.grad for parameter in model.parameters()]
     results[rank] = all(close(a, (b.double() + c.double()) / 2, ulps=32) for a, b, c in zip(got, *parts))
     dist.destroy_process_group()
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="two processes of the CPU device")
-def test_two_processes_of_ddp():
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+def test_two_processes(sharded):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         results = manager.dict()
-        torch.multiprocessing.spawn(ddp_process, (port, results), nprocs=2)
+        torch.multiprocessing.spawn(one_of_two_processes, (sharded, port, results), nprocs=2)
         assert dict(results) == {0: True, 1: True}
 
 
