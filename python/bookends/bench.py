@@ -1,8 +1,9 @@
 """python -m bookends.bench: this package against torch, torch.compile and what else is installed, on your device.
 
 One table: the time and the peak memory of forward and backward of the embedding, of the cross-entropy and of the LM
-head with its loss, at one shape. Times are medians of runs that find the L2 cache overwritten. Memory is what a run adds at
-its peak to the tensors that exist before it, gradients included. On the CPU device the times say nothing about a GPU.
+head with its loss, at one shape. Times are medians of runs that find the L2 cache overwritten. Memory is what a run
+adds at its peak to the tensors that exist before it, gradients included. On the CPU device the times say nothing about
+a GPU.
 """
 
 from __future__ import annotations

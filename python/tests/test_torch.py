@@ -344,6 +344,28 @@ def test_num_items_in_batch():
         bt.linear_cross_entropy(hidden, weight, target, reduction="sum", num_items_in_batch=20)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_main_grad(reduction):
+    """In float32, added to, over two steps; weight.grad stays None."""
+    hidden, weight = randn(8, 16, dtype=torch.bfloat16), randn(37, 16, dtype=torch.bfloat16)
+    bias, target = randn(37, dtype=torch.bfloat16), randint(37, (8,))
+    single, single_bias = weight.detach().float().requires_grad_(), bias.detach().float().requires_grad_()
+    want = gradients(bt.linear_cross_entropy(hidden, single, target, single_bias, reduction=reduction),
+                     [hidden, single, single_bias], 3.0)
+    with pytest.raises(ValueError, match=r"weight.main_grad: expected torch.float32 of shape \(37, 16\), .* None"):
+        bt.linear_cross_entropy(hidden, weight, target, bias, main_grad=True)
+    weight.main_grad = torch.ones(37, 16, device=on_the_device)
+    for step in (1, 2):
+        loss = bt.linear_cross_entropy(hidden, weight, target, bias, reduction=reduction, main_grad=True)
+        (loss * 3).sum().backward()
+        assert weight.grad is None and close(weight.main_grad, 1 + step * want[1])
+    assert close(hidden.grad, 2 * want[0], torch.bfloat16) and close(bias.grad, 2 * want[2], torch.bfloat16)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="main_grad: expected False under a compiler"):
+        torch.compile(bt.linear_cross_entropy, backend="aot_eager")(hidden, weight, target, main_grad=True,
+                                                                    reduction=reduction).sum().backward()
+
+
 @pytest.mark.parametrize("memory", ["10%", "25%", "100%", 1 << 20])
 def test_memory(memory):
     hidden, weight, target = randn(256, 16), randn(300, 16), randint(300, (256,))
@@ -463,10 +485,11 @@ def operators():
             ("cross_entropy", (logits, target, False, *options)),
             ("cross_entropy_backward", (torch.ones(12), logits.detach(), target, *options)),
             ("cross_entropy_backward_", (torch.ones(12), logits.detach().clone(), target, *options)),
-            ("linear_cross_entropy", (hidden, weight, bias, target, None, True, True, True, True, *plan, *options)),
-            ("linear_cross_entropy", (hidden, weight.detach(), None, target, None, False, True, False, False, *plan,
+            ("linear_cross_entropy", (hidden, weight, bias, target, None, None, True, True, True, True, *plan,
                                       *options)),
-            ("linear_cross_entropy_rows", (hidden, weight, bias, target, *plan, *options)),
+            ("linear_cross_entropy", (hidden, weight.detach(), None, target, None, None, False, True, False, False,
+                                      *plan, *options)),
+            ("linear_cross_entropy_rows", (hidden, weight, bias, target, None, *plan, *options)),
             ("linear_cross_entropy_rows_backward", (torch.ones(12), *detached, target, True, True, False, *plan,
                                                     *options))]
 

@@ -173,7 +173,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, bias: O
                          reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0,
                          softcap: float = 0.0, z_loss: float = 0.0, logit_scale: float = 1.0,
                          memory: Union[str, int] = "25%", return_lse: bool = False,
-                         dW_dtype: Optional[torch.dtype] = None, tune: bool = True,
+                         dW_dtype: Optional[torch.dtype] = None, tune: bool = True, main_grad: bool = False,
                          num_items_in_batch: Union[Tensor, int, None] = None) -> Any:
     """Cross-entropy of hidden @ weight.T (+ bias), without holding the logits whole.
 
@@ -186,6 +186,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, bias: O
     second backward through the same graph is an error. "none" computes everything again in backward. What needs no
     gradient costs nothing. dW_dtype: the type of the sums of weight's and bias's gradients when they are returned: the
     compute type or float32 (None: weight's type); autograd converts it to the type of weight.
+    main_grad: backward adds weight's gradient, in float32, to weight.main_grad (float32, of weight's shape), and
+    weight.grad stays as it is; not under torch.compile.
 
     memory: scratch, as a percentage of the logits or in bytes. Plans are kept for the last 32 shapes; on a GPU the
     first call of a shape tunes the matrix products unless tune is False. cross_entropy() explains the other
@@ -212,18 +214,27 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, bias: O
     grad_dtype = weight.dtype if dW_dtype is None and weight.dtype in (dtype, torch.float32) else dW_dtype or dtype
     if grad_dtype not in (dtype, torch.float32):
         raise ValueError(f"dW_dtype: expected {names((dtype, torch.float32))}, given {names((grad_dtype,))}")
+    into = None
+    if main_grad:
+        into = getattr(weight, "main_grad", None)
+        if not isinstance(into, Tensor) or into.dtype != torch.float32 or into.shape != weight.shape:
+            given = f"{into.dtype} of shape {tuple(into.shape)}" if isinstance(into, Tensor) else repr(into)
+            raise ValueError(f"weight.main_grad: expected torch.float32 of shape {tuple(weight.shape)}, since "
+                             f"main_grad is True, given {given}")
+        grad_dtype = torch.float32
     bytes_, share = parse_memory(memory)
     options = (ignore_index, label_smoothing, softcap, z_loss, logit_scale)
     rows = hidden.to(dtype).reshape(-1, hidden.shape[-1])
     labels = target.reshape(-1)
     wants = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias)]
     if reduction == "none" or not any(wants):
-        losses, lse = _ops.call_head_rows(rows, weight, bias, labels, grad_dtype, bytes_, share, tune, *options)
+        losses, lse = _ops.call_head_rows(rows, weight, bias, labels, into, grad_dtype, bytes_, share, tune, *options)
         loss = reduced(losses, target, ignore_index, reduction, num_items_in_batch)
     else:
         divisor = num_items_in_batch
         if divisor is not None:
             divisor = torch.as_tensor(divisor, dtype=torch.float32, device=hidden.device).reshape(1)
         loss, lse, *_ = _ops.call_head_total(
-            rows, weight, bias, labels, divisor, reduction == "mean", *wants, grad_dtype, bytes_, share, tune, *options)
+            rows, weight, bias, labels, divisor, into, reduction == "mean", *wants, grad_dtype, bytes_, share, tune,
+            *options)
     return (loss, lse.detach().view(target.shape)) if return_lse else loss

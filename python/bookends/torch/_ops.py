@@ -279,12 +279,20 @@ def gradients_fake(hidden: Tensor, weight: Tensor, dX: bool, dW: bool, dbias: bo
             hidden.new_empty(weight.shape[:1] if dbias else (0,), dtype=grad_dtype))
 
 
+def accumulate(main_grad: Optional[Tensor], dW: Tensor) -> Optional[Tensor]:
+    """The gradient of weight that autograd is to have: dW, or nothing if dW is added to main_grad."""
+    if main_grad is None:
+        return dW
+    main_grad.add_(dW)
+    return None
+
+
 def head_total(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], target: Tensor, divisor: Optional[Tensor],
-               mean: bool, dX: bool, dW: bool, dbias: bool, grad_dtype: torch.dtype, memory: int, share: float,
-               tune: bool, *options: Any) -> tuple[Tensor, ...]:
+               main_grad: Optional[Tensor], mean: bool, dX: bool, dW: bool, dbias: bool, grad_dtype: torch.dtype,
+               memory: int, share: float, tune: bool, *options: Any) -> tuple[Tensor, ...]:
     """The sum of the losses, or with `mean` the sum over `divisor` (None: the number of rows that are not ignored);
     each
-    row's lse; and the gradients of that."""
+    row's lse; and the gradients of that. backward adds dW to main_grad, if there is one."""
     target = to_int32(target)
     if mean and divisor is None:
         divisor = bookends.classifier_totals(target, rows=True, ignore_index=options[0])[0]
@@ -297,8 +305,8 @@ def head_total(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], target: T
 
 
 def head_total_fake(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], target: Tensor, divisor: Optional[Tensor],
-                    mean: bool, dX: bool, dW: bool, dbias: bool, grad_dtype: torch.dtype, memory: int, share: float,
-                    tune: bool, *options: Any) -> tuple[Tensor, ...]:
+                    main_grad: Optional[Tensor], mean: bool, dX: bool, dW: bool, dbias: bool, grad_dtype: torch.dtype,
+                    memory: int, share: float, tune: bool, *options: Any) -> tuple[Tensor, ...]:
     total = hidden.new_empty((), dtype=torch.float32)
     return (total, hidden.new_empty(hidden.shape[:1], dtype=torch.float32),
             *gradients_fake(hidden, weight, dX, dW, dbias, grad_dtype))
@@ -311,7 +319,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
 def head_total_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
-    ctx.wants = inputs[6:9]
+    ctx.main_grad, ctx.wants = inputs[5], inputs[7:10]
     ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs[:3]]
     ctx.count = len(inputs)
     ctx.save_for_backward(*[gradient for gradient, wanted in zip(output[2:], ctx.wants) if wanted])
@@ -331,31 +339,37 @@ def head_total_gradient(ctx: Any, dtotal: Optional[Tensor], *others: Any) -> tup
             continue
         gradient = next(saved)
         if is_traced(gradient):
+            if ctx.main_grad is not None:
+                raise NotImplementedError("main_grad: expected False under a compiler, given True")
             result[i] = (gradient * dtotal.to(gradient.dtype)).to(ctx.dtypes[i])
             continue
         call_scale_(gradient, dtotal)
         torch.autograd.graph.increment_version(gradient)  # so that a second backward is an error
-        result[i] = gradient.detach().to(ctx.dtypes[i])
+        result[i] = gradient.detach().to(ctx.dtypes[i] if i != 1 or ctx.main_grad is None else torch.float32)
+    if ctx.wants[1]:
+        result[1] = accumulate(ctx.main_grad, result[1])
     return tuple(result)
 
 
 call_scale_ = operator("scale_(Tensor(a!) x, Tensor factor) -> ()", scale_, lambda x, factor: None)
 call_head_total = operator(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? divisor, bool mean, "
-    f"bool dX, bool dW, bool dbias, {PLAN_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? divisor, "
+    f"Tensor? main_grad, bool mean, bool dX, bool dW, bool dbias, {PLAN_SCHEMA}, {OPTIONS_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     head_total, head_total_fake, head_total_context, head_total_gradient)
 
 
-def head_rows(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], target: Tensor, grad_dtype: torch.dtype,
-              memory: int, share: float, tune: bool, *options: Any) -> tuple[Tensor, Tensor]:
-    """Each row's loss and lse."""
+def head_rows(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], target: Tensor, main_grad: Optional[Tensor],
+              grad_dtype: torch.dtype, memory: int, share: float, tune: bool, *options: Any) -> tuple[Tensor, Tensor]:
+    """Each row's loss and lse. backward adds dW to main_grad, if there is one."""
     result = run_head(hidden, weight, bias, target, None, None, False, False, False, grad_dtype, memory, share, tune,
                       options)
     return result.losses, result.lse
 
 
-def head_rows_fake(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], target: Tensor, grad_dtype: torch.dtype,
-                   memory: int, share: float, tune: bool, *options: Any) -> tuple[Tensor, Tensor]:
+def head_rows_fake(hidden: Tensor, weight: Tensor, bias: Optional[Tensor], target: Tensor, main_grad: Optional[Tensor],
+                   grad_dtype: torch.dtype, memory: int, share: float, tune: bool,
+                   *options: Any) -> tuple[Tensor, Tensor]:
     losses = hidden.new_empty(hidden.shape[:1], dtype=torch.float32)
     return losses, torch.empty_like(losses)
 
@@ -376,26 +390,31 @@ def head_rows_backward_fake(dlosses: Tensor, hidden: Tensor, weight: Tensor, bia
 
 def head_rows_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
-    hidden, weight, bias, target, *ctx.others = inputs
+    hidden, weight, bias, target, ctx.main_grad, *ctx.others = inputs
     ctx.save_for_backward(hidden, weight, bias, target)
 
 
 def head_rows_gradient(ctx: Any, dlosses: Optional[Tensor], dlse: Optional[Tensor]) -> tuple[Any, ...]:
-    result: list[Any] = [None] * (4 + len(ctx.others))
+    result: list[Any] = [None] * (5 + len(ctx.others))
     if dlosses is None:
         return tuple(result)
+    if ctx.main_grad is not None and is_traced(dlosses):
+        raise NotImplementedError("main_grad: expected False under a compiler, given True")
     tensors = ctx.saved_tensors
     wants = [bool(need) for need in ctx.needs_input_grad[:3]]
     made = call_head_rows_backward(dlosses, *tensors, *wants, *ctx.others)
     for i, (gradient, wanted) in enumerate(zip(made, wants)):
         if wanted:
-            result[i] = gradient.to(tensors[i].dtype)
+            result[i] = gradient if i == 1 and ctx.main_grad is not None else gradient.to(tensors[i].dtype)
+    if wants[1]:
+        result[1] = accumulate(ctx.main_grad, result[1])
     return tuple(result)
 
 
 call_head_rows = operator(
-    f"linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, {PLAN_SCHEMA}, "
-    f"{OPTIONS_SCHEMA}) -> (Tensor, Tensor)", head_rows, head_rows_fake, head_rows_context, head_rows_gradient)
+    "linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? main_grad, "
+    f"{PLAN_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor, Tensor)",
+    head_rows, head_rows_fake, head_rows_context, head_rows_gradient)
 call_head_rows_backward = operator(
     "linear_cross_entropy_rows_backward(Tensor dlosses, Tensor hidden, Tensor weight, Tensor? bias, "
     f"Tensor target, bool dX, bool dW, bool dbias, {PLAN_SCHEMA}, {OPTIONS_SCHEMA}) -> (Tensor, Tensor, Tensor)",
