@@ -1,6 +1,10 @@
-"""python -m bookends.bench: its table and options, results that differ, packages that fail or are absent."""
+"""python -m bookends.bench: its table and options, results that differ, packages that fail or are absent. And the
+example."""
 
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -42,3 +46,17 @@ def test_wrong_options(capsys):
         with pytest.raises(SystemExit):
             bench.main(wrong)
     assert "expected numbers from 1 on, given " in capsys.readouterr().err
+
+
+def test_the_example_trains_alike_with_both(tmp_path):
+    example = pathlib.Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
+    command = [sys.executable, str(example), "--steps", "4", "-b", "2", "-t", "16", "-c", "16"]
+    try:
+        import matplotlib  # noqa: F401
+        command += ["-o", str(tmp_path / "plot.png")]
+    except ImportError:
+        pass
+    text = subprocess.run(command, stdout=subprocess.PIPE, universal_newlines=True, check=True, timeout=200).stdout
+    losses = [float(loss) for loss in re.findall(r"last loss (\d+\.\d+)", text)]
+    assert len(losses) == 2 and abs(losses[0] - losses[1]) < 1e-3 and 4 < losses[0] < 6
+    assert (tmp_path / "plot.png").exists() == ("-o" in command)
