@@ -69,6 +69,11 @@ TEST_PYTHON := $(shell $(PYTHON) -c 'import allpairspy, numpy, pytest, xdist' 2>
 # Tests that run side by side: as many as there are cores, but on a GPU they share its memory.
 WORKERS := $(if $(filter cuda,$(DEVICE)),4,auto)
 
+# As many jobs as there are cores, unless make is given -j.
+ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS)),)
+  MAKEFLAGS += -j$(or $(shell nproc 2>/dev/null),1)
+endif
+
 .DEFAULT_GOAL := all
 .PHONY: all run test test-python lib install package binaries warnings results profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
@@ -112,10 +117,12 @@ package: $(BUILD)/libbookends.so $(BUILD)/build.json
 	install -m 755 $(BUILD)/libbookends.so $(PACKAGE)
 	install -m 644 $(BUILD)/build.json $(PACKAGE)
 
-run: all ## the main job: every version of every kernel on real text, checked, timed and tabled
+run: all ## the main job: every version of every kernel on real text, checked and timed; a table for each kernel
 	@rm -f $(BUILD)/run.jsonl
-	@$(foreach kernel,$(KERNELS),./$(kernel) all --tokens dev/data/primer.bin \
-	    --json $(BUILD)/run.jsonl && echo &&) true
+	$(if $(filter cpu,$(DEVICE)),@echo "The CPU device runs the kernels: the times say nothing about a GPU."; echo)
+	@status=0; for kernel in $(KERNELS); do \
+	    ./$$kernel all --brief --tokens dev/data/primer.bin --json $(BUILD)/run.jsonl || status=$$?; echo; \
+	done; echo "All measurements: $(BUILD)/run.jsonl"; exit $$status
 
 # all that can be built, without the links at the top
 binaries: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so $(BUILD)/build.json $(PROGRAMS:%=$(BUILD)/test/%)

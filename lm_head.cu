@@ -819,7 +819,7 @@ struct LmHeadPlans {
         const double bytes = (double)plan.bytes, share = 100 * bytes / logits_bytes;
         return {{"scratch_bytes", bytes, ""},
                 {"scratch_pct_of_logits", share, known ? words(plan, budget, share, has_room) : "",
-                 "scratch, % of the logits"},
+                 "scratch, %"},
                 {"memory_bytes", (double)plan.problem.memory, ""},
                 {"block_rows", (double)plan.rows, ""},
                 {"tile_columns", (double)plan.columns, ""},

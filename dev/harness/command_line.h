@@ -95,7 +95,7 @@ struct Options {
     int version = -1;  // -1: all
     std::string dtype = "bf16", token_source = "uniform", json_path;
     int block_size = 0, repeat = 0;  // 0: not given
-    bool do_check = true, do_bench = true, list = false;
+    bool do_check = true, do_bench = true, brief = false, list = false;
     uint64_t seed = 42;
 
     Options(const char *program, const char *does, std::vector<Dim> own_dims, std::vector<Choice> own_choices,
@@ -200,6 +200,7 @@ inline void print_help(const Options &options) {
     printf("  --check | --bench         only check, or only time\n"
            "  --repeat INT              cold runs per measurement; default: until the median settles, at least 5\n"
            "  --seed INT                seed of the inputs; default 42\n"
+           "  --brief                   one line per version, at its best setting\n"
            "  --json FILE               append one JSON object per line to FILE (-: standard output)\n"
            "  --list                    list the versions: number, name, idea\n"
            "\nexit status: 0 as expected; 1 a result was wrong; 2 bad command line or input file; 3 no device, or too "
@@ -401,6 +402,8 @@ class Parser {
             options.do_bench = false;
         } else if (is_flag("--bench")) {
             options.do_check = false;
+        } else if (is_flag("--brief")) {
+            options.brief = true;
         } else if (is_flag("--list")) {
             options.list = true;
         } else if (is_flag("--help") || is_flag("-h")) {

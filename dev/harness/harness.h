@@ -151,7 +151,7 @@ class Harness {
             if (version != -1 && row.number != version) continue;
             race_version(row, [&](int setting) { return launch(row.launch, setting, stream); });
         }
-        if (version == -1 && options.do_bench) report.print_summary();
+        report.end();
     }
 
   private:
@@ -225,7 +225,7 @@ class Harness {
         record.right = record.checked ? check_version(settings, row.reproducible, launch, &record.max_error)
                                       : try_launches(settings, launch);
         if (!record.right) exit_status = EXIT_WRONG;
-        if (!record.right || !options.do_bench) return report.write_json(record);
+        if (!record.right || !options.do_bench) return report.checked(record);
         report.times(time_version(settings, record, launch));
     }
 

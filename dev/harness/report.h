@@ -51,21 +51,33 @@ class Report {
         va_end(arguments);
     }
 
-    // copy: the device's copy rate in GB/s; 0 if it is not measured.
+    // copy: the device's copy rate in GB/s; 0 if it is not measured. With --brief, the device and the options are the
+    // heading of the table.
     void print_device(double copy) {
         copy_gbps = copy;
-        if (ON_CPU) {
+        if (options.brief) {
+            print("%s on %s", options.name, device.name);
+            if (copy_gbps > 0) print(", copy %.0f GB/s", copy_gbps);
+            print(":");
+            print_options();
+        } else if (ON_CPU) {
             print("device: %s, %d cores: its times say nothing about a GPU\n", device.name, device.multiProcessorCount);
-            return;
+        } else {
+            print("device: %s (sm_%d%d, %d SMs)", device.name, device.major, device.minor, device.multiProcessorCount);
+            if (copy_gbps > 0) print(", copy %.0f GB/s", copy_gbps);
+            print("\n");
         }
-        print("device: %s (sm_%d%d, %d SMs)", device.name, device.major, device.minor, device.multiProcessorCount);
-        if (copy_gbps > 0) print(", copy %.0f GB/s", copy_gbps);
-        print("\n");
     }
 
-    // The version and the options: every dimension, and the other options that are not at their defaults.
+    // The version, and the options.
     void print_heading(int number, const char *version_name) const {
+        if (options.brief) return;
         print("%s %d \"%s\":", options.name, number, version_name);
+        print_options();
+    }
+
+    // Every dimension, and the other options that are not at their defaults.
+    void print_options() const {
         for (const Dim &d : options.dims) print(" %s=%d", d.name, d.value);
         print(" %s tokens=%s", options.dtype.c_str(), options.token_source.c_str());
         for (const Choice &c : options.choices) {
@@ -84,14 +96,21 @@ class Report {
     }
 
     void skipped(const Record &record) {
-        print("skipped: %s\n", record.skipped.c_str());
-        summary.push_back(record);
+        if (!options.brief) print("skipped: %s\n", record.skipped.c_str());
         write_json(record);
+        add_to_summary(record);
+    }
+
+    // A version without times: it was only checked, or its results are wrong.
+    void checked(const Record &record) {
+        write_json(record);
+        add_to_summary(record);
     }
 
     // A check without a fault.
     void print_check(const CheckResult &result, double max_error, const std::string &tolerances,
                      Reproducible reproducible) const {
+        if (options.brief) return;
         const char *promised[] = {", the same bits each time", ", the same bits each time at a block size", ""};
         if (job.sweep.option) promised[kSameAtABlockSize] = promised[kSameBits];
         print("check: max error %.1f%s (allowed %s) over %lld elements%s%s: ok\n", max_error,
@@ -102,58 +121,35 @@ class Report {
     // The times of a version at each setting.
     void times(const std::vector<Record> &records) {
         for (const Record &r : records) {
-            print("%s | time %.4f ms", job.sweep.text(r.setting, true).c_str(), r.times.median);
-            if (job.baseline.name) {
-                const double rate = tflops(r.times.median);
-                const RateUnit unit = rate_unit(rate);
-                print(" | %.1f %s | %.3fx the %s", rate * unit.per_tflops, unit.name, ratio(r.times),
-                      job.baseline.name);
-            } else {
-                print(" | bandwidth %.2f GB/s", gbps(r.times.median));
-                if (copy_gbps > 0) print(" | %5.1f%% of copy", pct_of_copy(r.times.median));
-            }
-            for (const Figure &f : figures_of(r)) {
-                if (!f.words.empty()) print(" | %s", f.words.c_str());
-            }
-            print("%s\n", r.best ? "  <- best" : "");
+            if (!options.brief) print_times(r);
             write_json(r);
-            if (r.best) summary.push_back(r);
+            if (r.best) add_to_summary(r);
         }
         fflush(out);
     }
 
-    // A table of all versions, each at its best setting.
-    void print_summary() const {
-        const bool bandwidth = !job.baseline.name, copy = bandwidth && copy_gbps > 0;
-        const int width = std::max(10, job.sweep.width());
-        double most = 0;  // one unit for the whole column
-        for (const Record &r : summary) most = std::max(most, tflops(r.times.median));
-        const RateUnit unit = rate_unit(most);
-        print("\n%-8s %-16s %*s %12s %14s", "version", "name", width, job.sweep.option ? "at" : "block_size",
-              "time (ms)", bandwidth ? "GB/s" : unit.name);
-        if (!bandwidth) print("  x the %s", job.baseline.name);
-        if (copy) print(" %10s", "% of copy");
-        for (const Figure &f : summary.empty() ? std::vector<Figure>() : figures_of(summary[0])) {
-            if (!f.column.empty()) print("  %s", f.column.c_str());
+    // At the end: the table of all versions, each at its best setting (with --brief it is there already), and the
+    // fastest one.
+    void end() const {
+        if (!options.brief && (options.version != -1 || !options.do_bench)) return;
+        if (!options.brief) {
+            print("\n");
+            print_table_head();
+            for (const Record &r : summary) print_table_row(r);
         }
-        print("\n");
-        for (const Record &r : summary) {
-            print("%-8d %-16s ", r.version, r.name);
-            if (!r.skipped.empty()) {
-                print("%*s\n", width, "skipped");
-                continue;
-            }
-            const std::string at = job.sweep.option ? job.sweep.text(r.setting) : std::to_string(r.setting);
-            const double rate = bandwidth ? gbps(r.times.median) : tflops(r.times.median) * unit.per_tflops;
-            print("%*s %12.4f %14.2f", width, at.c_str(), r.times.median, rate);
-            if (!bandwidth) print(" %*.3f", 7 + (int)strlen(job.baseline.name), ratio(r.times));
-            if (copy) print(" %9.1f%%", pct_of_copy(r.times.median));
-            for (const Figure &f : figures_of(r)) {
-                if (!f.column.empty()) print("  %*.1f", (int)f.column.size(), f.value);
-            }
+        const Record *const fastest = fastest_version();
+        if (fastest && summary.size() > 1) {
+            print("fastest: %d %s", fastest->version, fastest->name);
+            const double gain = gain_over_first(*fastest);
+            if (gain > 0 && fastest != &summary[0]) print(", %.*fx as fast as version 1", gain < 10 ? 2 : 0, gain);
             print("\n");
         }
-        if (ON_CPU) print("(times on the CPU device, which say nothing about a GPU)\n");
+        if (options.brief && options.do_check) {
+            const bool right = std::all_of(summary.begin(), summary.end(), [](const Record &r) { return r.right; });
+            print("checked: each version against the CPU reference at every %s: %s\n",
+                  job.sweep.option ? "setting" : "block size", right ? "ok" : "WRONG");
+        }
+        if (ON_CPU && !options.brief) print("(times on the CPU device, which say nothing about a GPU)\n");
     }
 
     // Appends one object, on a line of its own, to the option's file. Each has the same keys; null: not measured;
@@ -185,6 +181,82 @@ class Report {
 
     std::vector<Figure> figures_of(const Record &r) const {
         return job.figures ? job.figures(r.version, r.setting) : std::vector<Figure>();
+    }
+
+    void add_to_summary(const Record &r) {
+        summary.push_back(r);
+        if (!options.brief) return;
+        if (summary.size() == 1) print_table_head();
+        print_table_row(r);
+        fflush(out);
+    }
+
+    void print_times(const Record &r) const {
+        print("%s | time %.4f ms", job.sweep.text(r.setting, true).c_str(), r.times.median);
+        if (job.baseline.name) {
+            const double rate = tflops(r.times.median);
+            const RateUnit unit = rate_unit(rate);
+            print(" | %.1f %s | %.3fx the %s", rate * unit.per_tflops, unit.name, ratio(r.times), job.baseline.name);
+        } else {
+            print(" | bandwidth %.2f GB/s", gbps(r.times.median));
+            if (copy_gbps > 0) print(" | %5.1f%% of copy", pct_of_copy(r.times.median));
+        }
+        for (const Figure &f : figures_of(r)) {
+            if (!f.words.empty()) print(" | %s", f.words.c_str());
+        }
+        print("%s\n", r.best ? "  <- best" : "");
+    }
+
+    // One unit for the whole column: that of the first version.
+    RateUnit table_unit() const { return rate_unit(tflops(summary[0].times.median)); }
+    int setting_width() const { return std::max(10, job.sweep.width()); }
+
+    void print_table_head() const {
+        print("%-7s %-15s %*s", "version", "name", setting_width(), job.sweep.option ? "at" : "block_size");
+        if (options.do_bench) {
+            print(" %11s %9s", "time (ms)", job.baseline.name ? table_unit().name : "GB/s");
+            if (job.baseline.name) print("  x the %s", job.baseline.name);
+            if (!job.baseline.name && copy_gbps > 0) print(" %9s", "% of copy");
+            for (const Figure &f : figures_of(summary[0])) {
+                if (!f.column.empty()) print("  %s", f.column.c_str());
+            }
+            print(" %12s", "x version 1");
+        }
+        print("\n");
+    }
+
+    void print_table_row(const Record &r) const {
+        print("%-7d %-15s ", r.version, r.name);
+        if (!r.skipped.empty() || !r.right || r.times.runs == 0) {
+            print("%*s\n", setting_width(), !r.skipped.empty() ? "skipped" : r.right ? "ok" : "WRONG");
+            return;
+        }
+        const std::string at = job.sweep.option ? job.sweep.text(r.setting) : std::to_string(r.setting);
+        const bool bandwidth = !job.baseline.name;
+        const double rate = bandwidth ? gbps(r.times.median) : tflops(r.times.median) * table_unit().per_tflops;
+        print("%*s %11.4f %9.2f", setting_width(), at.c_str(), r.times.median, rate);
+        if (!bandwidth) print(" %*.3f", 7 + (int)strlen(job.baseline.name), ratio(r.times));
+        if (bandwidth && copy_gbps > 0) print(" %8.1f%%", pct_of_copy(r.times.median));
+        for (const Figure &f : figures_of(r)) {
+            if (!f.column.empty()) print("  %*.1f", (int)f.column.size(), f.value);
+        }
+        const double gain = gain_over_first(r);
+        if (gain > 0) print(" %12.*f", gain < 10 ? 2 : 0, gain);
+        print("\n");
+    }
+
+    // How many times as fast as version 1 a version is; 0 if version 1 has no time.
+    double gain_over_first(const Record &r) const {
+        const Record &first = summary[0];
+        return first.version == 1 && first.times.median > 0 ? first.times.median / r.times.median : 0;
+    }
+
+    const Record *fastest_version() const {
+        const Record *fastest = nullptr;
+        for (const Record &r : summary) {
+            if (r.times.runs > 0 && (!fastest || r.times.median < fastest->times.median)) fastest = &r;
+        }
+        return fastest;
     }
 
     static std::string positive_or_null(double value) { return value > 0 ? format("%.6g", value) : "null"; }

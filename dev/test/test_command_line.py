@@ -112,7 +112,29 @@ def test_all():
     assert lines.pop(0) == "" and lines.pop(0).split()[:2] == ["version", "name"]
     if not ON_CUDA:
         assert "say nothing about a GPU" in lines.pop()
+    assert lines.pop().startswith("fastest: ")
     assert [int(line.split()[0]) for line in lines] == VERSIONS
+
+
+def test_brief():
+    """A heading, a line for each version at its best block size, the fastest one, and what was checked."""
+    lines = forward("all", *SMALL, "--brief").stdout.splitlines()
+    assert lines[0].startswith("encoder_forward on ") and "B=2 T=8 C=16 V=100" in lines[0]
+    assert lines[1].split()[:3] == ["version", "name", "block_size"] and lines[1].endswith("x version 1")
+    rows = lines[2:2 + len(VERSIONS)]
+    assert [int(row.split()[0]) for row in rows] == VERSIONS and len(set(map(len, rows))) == 1
+    times = [float(row[35:47]) for row in rows]
+    for row, time in zip(rows, times):
+        assert abs(float(row.split()[-1]) - times[0] / time) < 0.02 * times[0] / time + 0.01
+    fastest = VERSIONS[times.index(min(times))]
+    assert lines[2 + len(VERSIONS)].startswith("fastest: %d " % fastest)
+    assert lines[3 + len(VERSIONS):] == ["checked: each version against the CPU reference at every block size: ok"]
+    assert max(map(len, lines)) <= 100
+    lines = forward("all", *SMALL, "--brief", "--check").stdout.splitlines()
+    assert [line.split()[-1] for line in lines[2:]] == ["ok"] * (len(VERSIONS) + 1)
+    lines = forward("all", *SMALL, "--brief", "--bench").stdout.splitlines()
+    assert len(lines) == 3 + len(VERSIONS) and "checked" not in lines[-1]
+    assert len(forward(3, *SMALL, "--brief").stdout.splitlines()) == 4
 
 
 def test_check_only_and_bench_only():

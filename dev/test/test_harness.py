@@ -18,6 +18,7 @@ from bookends import DTYPES, FP32
 # version: largest error in ulps
 RIGHT = {1: 0.0, 2: 1.0, 18: 0.0, 20: 0.0, 22: 0.0, 27: 0.0, 34: 1.0, 36: 0.0, 38: 1.0}
 PROMISE = {34: "", 38: ", the same bits each time at a block size"}  # instead of: the same bits each time
+SKIPPED = 4  # a wrong version, in the tests that skip one
 WRONG = {
     3: r"block_size 32: out\[127,19\] is .+, should be .+",
     4: r"block_size 32: out: 1 of 5120 elements not written",
@@ -202,6 +203,17 @@ def test_all_goes_on_after_a_fault():
         assert records[version]["ok"] == (version in RIGHT), version
 
 
+def test_brief_marks_faults_and_goes_on():
+    env = {**os.environ, "PLANTED_SKIP": " %d " % SKIPPED}
+    result = planted("all", "--brief", "--check", env=env)
+    assert result.returncode == 1
+    rows = {int(line.split()[0]): line.split()[-1] for line in result.stdout.splitlines() if re.match(r"\d+ ", line)}
+    assert rows == {version: "skipped" if version == SKIPPED else "ok" if version in RIGHT else "WRONG"
+                    for version in sorted([*RIGHT, *WRONG])}
+    assert result.stdout.splitlines()[-1].endswith(": WRONG")
+    assert len([line for line in result.stdout.splitlines() if re.match("check: .*: WRONG$", line)]) == len(WRONG) - 1
+
+
 def test_a_failed_launch_is_not_timed():
     result = planted(17, "--bench")
     assert (result.returncode, result.stderr) == (1, "")
@@ -367,12 +379,14 @@ def test_sweep():
     for i, line in enumerate(timed):
         assert re.fullmatch(r"%s \| time \d+\.\d{4} ms \| \d+\.\d [TGM]FLOP/s \| \d+\.\d{3}x the copies%s(  <- best)?" % (
             ("note one      ", "note the other")[i % 2], (r"", r" \| twice as much")[i % 2]), line), line
-    assert re.search(r"^version +name +at +time \(ms\) +[TGM]FLOP/s +x the copies  twice it$", result.stderr, re.M)
+    head = r"^version +name +at +time \(ms\) +[TGM]FLOP/s +x the copies  twice it +x version 1$"
+    assert re.search(head, result.stderr, re.M)
     table = [line for line in lines if re.match(r"\d+ ", line) and not line.endswith("skipped")]
     ends = {"one": "       0.0", "the other": "       2.0"}  # a figure that has a column, at the best setting
     assert [int(line.split()[0]) for line in table] == list(RIGHT)
     for line in table:
-        assert line.endswith(ends["the other" if " the other " in line else "one"]), line
+        figure = line[:-len("  x version 1")]
+        assert figure.endswith(ends["the other" if " the other " in line else "one"]), line
     records = [json.loads(line) for line in result.stdout.splitlines()]
     records = [record for record in records if record["skipped"] is None]
     assert [record["at"] for record in records] == ["note one", "note the other"] * len(RIGHT)

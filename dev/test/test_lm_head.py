@@ -770,9 +770,9 @@ def test_report():
         shares.append(re.search(r"scratch (\S+)%", lines[1]).group(1))
         del lines[:2]
     assert lines[0] == "" and lines[1].split()[:3] == ["version", "name", "at"]
-    assert lines[1].endswith("  scratch, % of the logits") and len(set(map(len, lines[1:2 + len(VERSIONS)]))) == 1
+    assert lines[1].endswith("  scratch, %  x version 1") and len(set(map(len, lines[1:2 + len(VERSIONS)]))) == 1
     table = [line.split() for line in lines[2:2 + len(VERSIONS)]]
-    assert [int(row[0]) for row in table] == VERSIONS and [row[-1] for row in table] == shares
+    assert [int(row[0]) for row in table] == VERSIONS and [row[-2] for row in table] == shares
 
 
 @pytest.mark.parametrize("options", [
