@@ -1,7 +1,7 @@
 # Bookends: `make` builds, `make run` races, `make test` proves; `make help` lists the rest.
 # Nothing to configure: with nvcc and a GPU it builds for that GPU, otherwise for the CPU with the C++ compiler alone.
 
-KERNELS := encoder_forward encoder_backward embedding_lookup classifier_fused lm_head
+KERNELS := encoder_forward encoder_backward embedding_lookup embedding_lookup_backward classifier_fused lm_head
 PROGRAMS := $(basename $(notdir $(wildcard dev/test/*.cu)))
 HEADERS := $(wildcard *.h parts/*.h dev/harness/*.h dev/lib/*.h dev/test/*.h)
 VERSION := $(shell awk '$$2 == "BK_VERSION" { printf "%d.%d.%d", $$3 / 10000, $$3 / 100 % 100, $$3 % 100 }' dev/lib/bookends.h)
@@ -75,7 +75,7 @@ ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS)),)
 endif
 
 .DEFAULT_GOAL := all
-.PHONY: all run test test-python lib install package binaries warnings results profile sass clean help FORCE $(KERNELS)
+.PHONY: all run test test-python lib install package products binaries warnings results profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -124,8 +124,9 @@ run: all ## the main job: every version of every kernel on real text, checked an
 	    ./$$kernel all --brief --tokens dev/data/primer.bin --json $(BUILD)/run.jsonl || status=$$?; echo; \
 	done; echo "All measurements: $(BUILD)/run.jsonl"; exit $$status
 
-# all that can be built, without the links at the top
-binaries: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so $(BUILD)/build.json $(PROGRAMS:%=$(BUILD)/test/%)
+# The programs and the libraries, without the links at the top; and those with the programs of the tests.
+products: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so
+binaries: products $(BUILD)/build.json $(PROGRAMS:%=$(BUILD)/test/%)
 
 test: binaries $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k 'shapes or types'" passes options to pytest
 	BOOKENDS_BUILD=$(BUILD) BOOKENDS_DEVICE=$(DEVICE) SANITIZE=$(SANITIZE) CXX="$(CXX)" \

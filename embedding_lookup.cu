@@ -312,11 +312,6 @@ struct BagArguments {
     EmbeddingTable<const floatX> table;
     Bags bags;
     int C;
-    // Table-batched lookup: `table` holds several tables, one after the other. Table t consists of the rows
-    // first_rows[t] to first_rows[t+1]-1, and its indices are relative to first_rows[t]. The bags t * batch to (t+1) *
-    // batch - 1 look up table t, where batch = bags / tables. One table: first_rows is null and tables 1.
-    const long long *first_rows;
-    int tables;
 };
 
 // One bag of the launch, and its table.
@@ -329,14 +324,10 @@ struct Bag {
 
 template <typename floatX, typename outX>
 __device__ Bag<floatX> bag_of(const BagArguments<floatX, outX> &args, long long g) {
-    Bag<floatX> bag = {args.bags.begin(g), args.bags.begin(g + 1), g, args.table};
-    if (args.first_rows) {
-        const long long batch = args.bags.bags / args.tables, t = g / batch, first = args.first_rows[t];
-        bag.out_row = g % batch * args.tables + t;
-        bag.table.data += first * bag.table.stride;
-        bag.table.rows = args.first_rows[t + 1] - first;
-    }
-    return bag;
+    const BagTable rows = bag_table(args.bags, g, args.table.rows);
+    const EmbeddingTable<const floatX> table = {args.table.data + rows.first * args.table.stride, rows.rows,
+                                                args.table.stride};
+    return {args.bags.begin(g), args.bags.begin(g + 1), args.bags.value_row(g), table};
 }
 
 // The sum or mean of `width` columns of a bag: a float sum in the order of the indices.
@@ -653,17 +644,10 @@ constexpr Version<EmbeddingBag<floatX, outX>> embedding_bag_versions[] = {
 
 // ---------------------------------------------------------------------------------------------------------------------
 #ifndef BOOKENDS_NO_MAIN
+#include "dev/harness/bags.h"
 #include "dev/harness/harness.h"
 
-#include <memory>
-
 namespace bookends {
-
-// int32 ids, converted to int64.
-struct WideIds {
-    const int *ids;
-    __host__ __device__ long long operator[](long long i) const { return ids[i]; }
-};
 
 // One table of a table-batched lookup: the values from element `first` on.
 template <typename Table>
@@ -673,45 +657,27 @@ struct Part {
     auto operator[](long long i) const { return whole[first + i]; }
 };
 
-// The options of both races.
-struct LookupProblem {
-    long long batch;  // rows of out, or bags of one table
-    int C, V;
-    long long stride;
-    int least, most;  // indices per bag
-
-    explicit LookupProblem(const Options &options)
-        : batch((long long)options.dim('b') * options.dim('t')), C(options.dim('c')), V(options.dim('v')) {
-        stride = (long long)options.number("--stride");
-        if (stride == 0) stride = C;
-        if (stride < C) refuse(EXIT_BAD_INPUT, "--stride: '%lld' is less than C, %d", stride, C);
-        const std::string text = options.text("--hotness");
-        int length = 0, all = 0;
-        if (sscanf(text.c_str(), "%9d%n..%9d%n", &least, &length, &most, &all) < 2) most = least, all = length;
-        if (length == 0 || (size_t)all != text.size() || !isdigit((unsigned char)text[0]) || most < least) {
-            refuse(EXIT_BAD_INPUT, "--hotness: '%s' is neither a number of indices nor a range such as 0..64",
-                   text.c_str());
-        }
-    }
-};
-
-inline Indices make_indices(Harness &h, const int *ids, long long count) {
-    if (h.options.choice("--index") == "int32") return {ids, false};
-    return {h.input(WideIds{ids}, count), true};
+// Elements from row to row of the table.
+inline long long table_stride(const Options &options) {
+    const long long stride = (long long)options.number("--stride"), C = options.dim('c');
+    if (stride == 0) return C;
+    if (stride < C) refuse(EXIT_BAD_INPUT, "--stride: '%lld' is less than C, %lld", stride, C);
+    return stride;
 }
 
 template <typename floatX, typename outX>
 void embedding_lookup_race(Harness &h) {
     const LookupProblem p(h.options);
+    const long long stride = table_stride(h.options);
     if (p.least != p.most) refuse(EXIT_BAD_INPUT, "--hotness: a range requires --bag sum, mean or max");
     const long long N = p.batch * p.least;
     const Values<floatX> values = {1, h.options.seed};
     const Indices idx = make_indices(h, h.tokens(N, p.V), N);
-    const EmbeddingTable<const floatX> table = {h.input(values, p.V * p.stride), p.V, p.stride};
+    const EmbeddingTable<const floatX> table = {h.input(values, p.V * stride), p.V, stride};
     status_word *status = h.status();
     const int *ids = h.host_tokens.data();
     outX *out = h.output<outX>("out", N, p.C, 0, [=](Expected &row, long long i) {
-        embedding_lookup_cpu(row.value.data(), ids[i], values, p.V, p.stride, p.C);
+        embedding_lookup_cpu(row.value.data(), ids[i], values, p.V, stride, p.C);
     });
     h.job.bytes = (double)h.distinct_tokens() * p.C * sizeof(floatX) + (double)N * p.C * sizeof(outX) +
                   (double)N * (idx.wide ? 8 : 4);
@@ -721,77 +687,29 @@ void embedding_lookup_race(Harness &h) {
            });
 }
 
-// The bags of a run in host memory, for the references.
-struct HostBags {
-    std::vector<long long> offsets, first_rows;
-    std::vector<int> ids;
-    std::vector<float> weights;
-    Bags bags = {};
-};
-
 template <typename floatX, typename outX>
 void embedding_bag_race(Harness &h) {
     const LookupProblem p(h.options);
-    const std::string mode = h.options.choice("--bag");
-    const bool weighted = h.options.flag("--weights");
-    if (weighted && mode == "max") refuse(EXIT_BAD_INPUT, "--weights: requires --bag sum or mean");
-    const int tables = (int)h.options.number("--tables");
+    const long long stride = table_stride(h.options);
     const Values<floatX> values = {1, h.options.seed};
-    const Values<float> weight_values = {2, h.options.seed};
-    const Random lengths(1010, h.options.seed);
-
-    auto host = std::make_shared<HostBags>();
-    Bags &bags = host->bags;
-    bags.bags = p.batch * tables;
-    host->offsets.push_back(0);
-    for (long long g = 0; g < bags.bags; g++) {
-        const long long length = p.least + (long long)(lengths.uniform(g) * (p.most - p.least + 1));
-        host->offsets.push_back(host->offsets.back() + length);
-    }
-    for (int t = 0; t <= tables; t++) host->first_rows.push_back((long long)t * p.V);
-    bags.count = host->offsets.back();
-    bags.hotness = p.least;
-    bags.padding = (long long)h.options.number("--padding-idx");
-    bags.mode = mode == "sum" ? kBagSum : mode == "mean" ? kBagMean : kBagMax;
-
+    const auto inputs = make_bags(h, p);
+    const Bags &bags = inputs->host;
     BagArguments<floatX, outX> args = {};
-    args.bags = bags;
-    args.bags.idx = make_indices(h, h.tokens(bags.count, p.V), bags.count);
-    if (p.least != p.most) args.bags.offsets = {h.upload(host->offsets), true};
-    if (weighted) args.bags.weights = h.input(weight_values, bags.count);
-    args.table = {h.input(values, tables * p.V * p.stride), (long long)tables * p.V, p.stride};
+    args.bags = inputs->device;
+    args.table = {h.input(values, p.rows() * stride), p.rows(), stride};
     args.C = p.C;
-    args.first_rows = tables > 1 ? h.upload(host->first_rows) : nullptr;
-    args.tables = tables;
     args.status = h.status();
-
-    host->ids = h.host_tokens;
-    for (long long i = 0; weighted && i < bags.count; i++) host->weights.push_back(weight_values[i]);
-    bags.idx = {host->ids.data(), false};
-    bags.offsets = {host->offsets.data(), true};
-    bags.weights = weighted ? host->weights.data() : nullptr;
     args.out = h.output<outX>("out", bags.bags, p.C, 0, [=](Expected &row, long long r) {
-        const long long t = r % tables, g = t * p.batch + r / tables;
-        const Part<Values<floatX>> table = {values, t * p.V * p.stride};
-        embedding_bag_cpu(row.value.data(), row.slack.data(), nullptr, host->bags, g, table, p.V, p.stride, p.C);
+        const long long t = r % p.tables, g = t * p.batch + r / p.tables;
+        const Part<Values<floatX>> table = {values, t * p.V * stride};
+        embedding_bag_cpu(row.value.data(), row.slack.data(), nullptr, inputs->host, g, table, p.V, stride, p.C);
         // A float sum rounds once for each term, and for the mean; a maximum does not round.
-        const double roundings = bags.mode == kBagMax ? 0 : host->offsets[g + 1] - host->offsets[g] + 2.0;
+        const double roundings = inputs->host.mode == kBagMax ? 0 : inputs->length(g) + 2.0;
         for (int c = 0; c < p.C; c++) row.slack[c] *= ldexp(roundings, -24);
     });
-
-    std::vector<bool> used((size_t)tables * p.V);
-    long long distinct = 0;
-    for (int t = 0; t < tables; t++) {
-        for (long long i = host->offsets[t * p.batch]; i < host->offsets[(t + 1) * p.batch]; i++) {
-            const size_t row = (size_t)t * p.V + host->ids[i];
-            distinct += !used[row] && host->ids[i] != bags.padding;
-            used[row] = true;
-        }
-    }
-    const double index_bytes = (args.bags.idx.wide ? 8 : 4) + (weighted ? 4 : 0);
-    h.job.bytes = (double)distinct * p.C * sizeof(floatX) + (double)bags.bags * p.C * sizeof(outX) +
-                  index_bytes * bags.count + (args.bags.offsets.data ? 8.0 * (bags.bags + 1) : 0);
-    h.job.flops = (weighted ? 2.0 : 1.0) * bags.count * p.C;
+    h.job.bytes = (double)inputs->rows_of_indices(p).size() * p.C * sizeof(floatX) +
+                  (double)bags.bags * p.C * sizeof(outX) + inputs->bytes();
+    h.job.flops = (bags.weights ? 2.0 : 1.0) * bags.count * p.C;
     h.race(embedding_bag_versions<floatX, outX>,
            [=](EmbeddingBag<floatX, outX> launch, int block_size, cudaStream_t stream) {
                return launch(args, block_size, stream);

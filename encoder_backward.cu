@@ -25,7 +25,7 @@ Measured on an NVIDIA H200, B64 T1024 C768 V50257 bf16 zipf, cold:
   7  overlap            0.0715 ms   45.5% of copy   1.14x the version before
   The kernels have changed since.
 
-Includes common.h, parts/group_positions.h (the grouping) and parts/launch.h.
+Includes common.h, parts/group_positions.h (the grouping), parts/launch.h and parts/rows.h.
 
 Compile:  nvcc -O3 -arch=native encoder_backward.cu -o encoder_backward
 Run:      ./encoder_backward           the default: deterministic, best over the measured shapes
@@ -36,6 +36,7 @@ Run:      ./encoder_backward           the default: deterministic, best over the
 #include "common.h"
 #include "parts/group_positions.h"
 #include "parts/launch.h"
+#include "parts/rows.h"
 
 #include <cmath>
 
@@ -67,30 +68,6 @@ struct GradientStore {
     bool stochastic;  // 16-bit results are rounded up or down at random, and are right on average
     uint64_t seed;    // of stochastic rounding
 };
-
-// 16 random bits for element i, the same in every kernel. SplitMix64 (Steele, Lea, Flood 2014), a word for 4 elements.
-__device__ inline unsigned rounding_bits(uint64_t seed, size_t i) {
-    return (unsigned)(mix64(seed + (i / 4 + 1) * 0x9e3779b97f4a7c15ull) >> (i % 4 * 16)) & 0xffff;
-}
-
-__device__ inline half round_toward_zero(float x, half) { return __float2half_rz(x); }
-__device__ inline __nv_bfloat16 round_toward_zero(float x, __nv_bfloat16) { return __float2bfloat16_rz(x); }
-
-// x rounded to one of its two neighbours in floatX, inner and outer (further from zero). The probability of outer is
-// (x - inner) / (outer - inner), in steps of 2^-16. Where rounding to nearest gives an infinity, so does this: an
-// overflow still shows.
-template <typename floatX>
-__device__ floatX round_stochastic(float x, unsigned random) {
-    const floatX nearest = (floatX)x, inner = round_toward_zero(x, floatX());
-    if ((float)nearest == x || isnan(x) || isinf((float)nearest)) return nearest;
-    unsigned short bits;
-    memcpy(&bits, &inner, sizeof(bits));
-    bits++;
-    floatX outer;
-    memcpy(&outer, &bits, sizeof(bits));
-    const float way = fabsf(x - (float)inner), step = fabsf((float)outer - (float)inner);
-    return way / step * 65536.0f > (float)random ? outer : inner;  // step is a power of two, or infinite
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
@@ -164,33 +141,6 @@ __global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX 
 }
 
 // ---- gradients, from version 4 on ----
-
-// `width` neighbouring elements of a row, in accesses of at most 16 bytes. Rows of dout and partial sums are loaded
-// past L1: a block reads each once, and partial sums are stored by other blocks meanwhile. Rows of a gradient are read
-// and written once, by streaming accesses: the L2 should hold dout in their place.
-template <typename T, int width>
-struct Columns {
-    static constexpr int part = width < Packed128<T>::size ? width : Packed128<T>::size;
-    Packed<T, part> parts[width / part];
-
-    __device__ void load(const T *address) {
-#pragma unroll
-        for (int i = 0; i < width / part; i++) parts[i] = load_packed_cg<Packed<T, part>>(address + i * part);
-    }
-    __device__ void store(T *address) const {
-#pragma unroll
-        for (int i = 0; i < width / part; i++) store_packed(address + i * part, parts[i]);
-    }
-    __device__ void load_gradient(const T *address) {
-#pragma unroll
-        for (int i = 0; i < width / part; i++) parts[i] = load_packed_cs<Packed<T, part>>(address + i * part);
-    }
-    __device__ void store_gradient(T *address) const {
-#pragma unroll
-        for (int i = 0; i < width / part; i++) store_packed_cs(address + i * part, parts[i]);
-    }
-    __device__ T &operator[](int k) { return parts[k / part][k % part]; }
-};
 
 // dwte or dwpe.
 template <typename gradX>
@@ -1052,7 +1002,7 @@ void encoder_backward_race(Harness &h, GradientStore store) {
     };
     // Row r of a gradient: the sum over some positions. A row without positions keeps its initial values.
     auto expect = [=, &h](Expected &row, const Values<gradX> &before, long long r, const int *positions, int count) {
-        const double tolerance = encoder_backward_tolerance<gradX>(count, rounds_each_addition(h.running));
+        const double tolerance = sum_tolerance<gradX>(count, rounds_each_addition(h.running));
         for (long long c = 0; c < C; c++) row.value[c] = store.overwrite ? 0.0 : (double)before[r * C + c];
         std::vector<double> size(C);
         for (long long c = 0; c < C; c++) size[c] = fabs(row.value[c]);

@@ -42,6 +42,11 @@ struct Bags {
     const float *weights;  // (count): one factor per index, for sums and means; or null
     long long padding;     // an index that bags skip; negative: none
     BagMode mode;
+    // Several tables of one width, one after the other (as in FBGEMM's table-batched embedding). Table t consists of
+    // the rows first_rows[t] to first_rows[t+1]-1, and its indices are relative to first_rows[t]. The bags t * batch to
+    // (t+1) * batch - 1 look up table t, where batch = bags / tables. One table: first_rows is null.
+    const long long *first_rows;
+    int tables;
 
     __host__ __device__ long long begin(long long bag) const {
         if (!offsets.data) return bag * hotness;
@@ -50,7 +55,23 @@ struct Bags {
     }
     __host__ __device__ bool is_padding(long long row) const { return row == padding && row >= 0; }
     __host__ __device__ float weight(long long i) const { return weights ? weights[i] : 1.0f; }
+    // The row of a bag in the bags' values: (bags, C), or with several tables (batch, tables, C).
+    __host__ __device__ long long value_row(long long bag) const {
+        if (!first_rows) return bag;
+        const long long batch = bags / tables;
+        return bag % batch * tables + bag / batch;
+    }
 };
+
+// The rows of a bag's table: `rows` rows, the first of which is row `first` of all tables together.
+struct BagTable {
+    long long first, rows;
+};
+__host__ __device__ inline BagTable bag_table(const Bags &bags, long long bag, long long all_rows) {
+    if (!bags.first_rows) return {0, all_rows};
+    const long long *const first = bags.first_rows + bag / (bags.bags / bags.tables);
+    return {first[0], first[1] - first[0]};
+}
 
 // The number of table elements per access: a power of two, at most 16 bytes of the table. Accesses to rows of the table
 // and of `rows` (C elements apart) are aligned. If rowX is the wider type, its rows are accessed in parts of 16 bytes.

@@ -16,6 +16,7 @@
 #pragma once
 #include "../common.h"
 #include "launch.h"
+#include "workspace.h"
 
 namespace bookends {
 
@@ -131,14 +132,6 @@ struct Groups {
         return ceil_div(ceil_div(N, (unsigned)kTile), (unsigned)kRanges) * kTile;
     }
 };
-
-// Takes `count` elements of the workspace, at the next multiple of 16 bytes.
-template <typename T>
-void take_array(T **array, char **workspace, size_t count) {
-    *workspace = (char *)(((uintptr_t)*workspace + 15) / 16 * 16);
-    *array = (T *)*workspace;
-    *workspace += count * sizeof(T);
-}
 
 // First kernel: a block for each tile, a thread for each position. Equal ids in a warp become one run, so a frequent id
 // costs no more than others. The tile's runs are written bucket after bucket, in order of position within each. Zeroes

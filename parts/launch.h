@@ -12,8 +12,9 @@ namespace bookends {
 // ---------------------------------------------------------------------------------------------------------------------
 // facts about the current device and a kernel, asked of the CUDA runtime once (a question takes it 1 to 5 us)
 
-// Sets *fact to the fact about `key` and the current device. If it is not in the table yet, ask(fact, device) gets it from
-// the CUDA runtime: several threads may ask at the same time, with the same answer. An error is returned, not stored.
+// Sets *fact to the fact about `key` and the current device. If it is not in the table yet, ask(fact, device) gets it
+// from the CUDA runtime: several threads may ask at the same time, with the same answer. An error is returned, not
+// stored.
 template <typename Key, typename Fact, typename Ask>
 cudaError_t find_fact(Fact *fact, const Key &key, Ask ask) {
     static std::mutex lock;
@@ -72,8 +73,8 @@ cudaError_t kernel_facts(KernelFacts *facts, void (*kernel)(Parameters...)) {
     return kernel_facts(facts, (const void *)kernel);
 }
 
-// How many clusters of so many blocks, each with all the dynamic shared memory of a block, run at the same time; 0 where
-// the device has no such clusters.
+// How many clusters of so many blocks, each with all the dynamic shared memory of a block, run at the same time; 0
+// where the device has no such clusters.
 template <typename... Parameters>
 cudaError_t active_clusters(int *clusters, void (*kernel)(Parameters...), unsigned blocks, unsigned block_size) {
     const auto key = std::make_tuple((const void *)kernel, blocks, block_size);

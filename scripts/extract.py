@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # The names, and the file of each.
 FAMILIES = {"encoder_forward": "encoder_forward.cu", "encoder_backward": "encoder_backward.cu",
             "embedding_lookup": "embedding_lookup.cu", "embedding_bag": "embedding_lookup.cu",
+            "embedding_bag_backward": "embedding_lookup_backward.cu",
             "classifier_fused": "classifier_fused.cu", "lm_head": "lm_head.cu"}
 PLANS = ("lm_head_create", "lm_head_destroy", "lm_head_tune")  # functions that the launchers of lm_head need
 TYPES = ("floatX", "gradX", "outX")  # template parameters of launchers

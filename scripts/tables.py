@@ -46,6 +46,8 @@ LADDERS = [
     Ladder("encoder_backward", "encoder_backward", "B64 T1024 C768 V50257 bf16 zipf"),
     Ladder("embedding_lookup", "embedding_lookup", "B64 T1024 C768 V50257 bf16 uniform"),
     Ladder("embedding_bag", "embedding_lookup", "B64 T1024 C128 V1000000 fp16 uniform bag=sum hotness=32"),
+    Ladder("embedding_bag_backward", "embedding_lookup_backward",
+           "B8 T1024 C128 V10000000 fp16 zipf grad_dtype=fp32 hotness=32 sparse"),
     Ladder("classifier_fused", "classifier_fused", "B8 T1024 V50257 P50304 bf16 uniform"),
     Ladder("lm_head", "lm_head", "B8 T1024 C2048 V128256 bf16 uniform"),
 ]
@@ -55,17 +57,17 @@ KERNELS = list(dict.fromkeys(ladder.kernel for ladder in LADDERS))
 # Options that only some kernels have, and the values that go without saying.
 DEFAULTS = {"no_positions": False, "grad_dtype": "same", "overwrite": False, "rounding": "nearest",
             "bag": "concat", "out_dtype": "same", "index": "int32", "weights": False, "stride": 0, "padding_idx": -1,
-            "tables": 1, "hotness": "1", "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
+            "tables": 1, "hotness": "1", "sparse": False, "dweights": False, "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
             "label_smoothing": 0, "z_loss": 0, "softcap": 0, "logit_scale": 1, "ignore_every": 0,
             "gradients": "both", "forward": False, "bias": False, "tf32": False, "memory": "25%", "sweep": "none",
             "graph": False, "spread": 2}
-LM_HEAD = {"grad_dtype": "fp32"}
+OWN_DEFAULTS = {"lm_head": {"grad_dtype": "fp32"}, "embedding_lookup_backward": {"bag": "sum", "hotness": None}}
 
 
 def shape(record):
     parts = [f"{key}{record[key]}" for key in "BTCVP" if record[key] is not None]
     parts += [record["dtype"], record["tokens"]]
-    for key, default in {**DEFAULTS, **(LM_HEAD if record["kernel"] == "lm_head" else {})}.items():
+    for key, default in {**DEFAULTS, **OWN_DEFAULTS.get(record["kernel"], {})}.items():
         value = record.get(key, default)
         if value != default:
             parts.append(key if value is True else f"{key}={value}")

@@ -21,7 +21,7 @@ constexpr double kEncoderForwardUlps = 1;
 // encoder_backward: the error of a sum of `count` rows, relative to the sum of the sizes of its terms. A float sum has
 // the error of 8 roundings; a sum that is rounded to gradX at each addition has that of one rounding for each row.
 template <typename gradX>
-double encoder_backward_tolerance(int count, bool rounds_each_addition) {
+double sum_tolerance(int count, bool rounds_each_addition) {
     const double float_sum = 8 * kFloatRounding, each = ldexp(1.0, -1 - FloatFormat<gradX>::mantissa);
     return count == 0 ? 0 : rounds_each_addition ? std::max(float_sum, count * each) : float_sum;
 }

@@ -179,11 +179,70 @@ typedef struct {
  *
  * Sums are float and are rounded once. Their order depends on the bag's length, C and the alignment only, so the bits
  * are the same each time. Version 4 divides bags of more than 512 indices into parts; versions 1 to 3 add in order. A
- * mean divides by the number of indices that are not padding. A bag that is empty, or consists of padding, is 0 in every
- * mode. NaN is larger than any number. The other arguments are those of bk_embedding_lookup. */
+ * mean divides by the number of indices that are not padding. A bag that is empty, or consists of padding, is 0 in
+ * every mode. NaN is larger than any number. The other arguments are those of bk_embedding_lookup. */
 int bk_embedding_bag(void *out, int64_t *argmax, const void *idx, const void *table, int64_t *status, int64_t count,
                      int64_t bags, int C, int64_t rows, int64_t stride, const bk_bag_options *options, bk_dtype dtype,
                      bk_dtype out_dtype, bk_index_type index_type, int version, bk_stream stream);
+
+/* Bytes of workspace that bk_embedding_bag_backward needs: about 40 bytes for each index (48 if rows is 2^32 or more),
+ * and 4*C for each 16 indices. 0 for arguments that it refuses. The pointers of the options are only compared with
+ * null. */
+size_t bk_embedding_bag_backward_workspace_bytes(int64_t count, int64_t bags, int C, int64_t rows,
+                                                 const bk_bag_options *options);
+
+/* Gradients of bk_embedding_bag. f[i] is the weight of position i, or 1, divided for a mean by the bag's number of
+ * indices that are not padding:
+ *   dtable[r,:] += sum over the positions i with idx[i] = r of f[i] * dout[bag(i),:]
+ *   dweights[i]  = dout[bag(i),:] . table[idx[i],:]  (divided for a mean by the same number)
+ * With BK_BAG_MAX, each element of dout goes to the position that argmax names.
+ *
+ *   dtable     dense: (rows, C) of grad_dtype; added to, or written with BK_OVERWRITE; null: not wanted
+ *              sparse: (count, C); row k is written for each k below *distinct, and is the gradient of row indices[k]
+ *   indices    (count); written: the distinct row numbers in ascending order (of all tables together); null: dense
+ *   distinct   one number; written: how many there are; null if and only if indices is null
+ *   dweights   (count); written; null: not wanted; must be null with BK_BAG_MAX
+ *   dout       (bags, C) of dtype, or with several tables (batch, tables, C)
+ *   argmax     with BK_BAG_MAX what bk_embedding_bag wrote there; else null
+ *   table      (rows, C) of dtype, with its stride; needed for dweights only, else may be null
+ *   status     the status word, or null. A bad index adds nothing, and the word is lowered to its position in idx.
+ *   workspace  of bk_embedding_bag_backward_workspace_bytes(), aligned to 256 bytes; version 1 without dweights: null
+ *   count      at most 2^31-1, as bags; else BK_ERROR_SHAPE
+ *   grad_dtype dtype, or BK_FP32
+ *   flags      BK_OVERWRITE or 0; no effect on a sparse gradient
+ *
+ * The bags are those of bk_embedding_bag, with the same options. Padding and positions in no bag add nothing; their
+ * dweights, and those of bad indices, are 0. Versions 2 on give the same bits each time: sums are float, in an order
+ * that depends on the indices only, and are rounded once. Their time depends on the number of indices, not on the rows
+ * of the table, except that BK_OVERWRITE zeroes a dense gradient. Version 1 adds with atomics, rounds at each addition,
+ * and has no sparse gradient (BK_ERROR_UNSUPPORTED). Versions 2 on call CUB, which takes a pending CUDA error for its
+ * own: they return that error and do nothing. */
+int bk_embedding_bag_backward(void *dtable, int64_t *indices, int64_t *distinct, float *dweights, const void *dout,
+                              const int64_t *argmax, const void *idx, const void *table, int64_t *status,
+                              void *workspace, int64_t count, int64_t bags, int C, int64_t rows, int64_t stride,
+                              const bk_bag_options *options, bk_dtype dtype, bk_dtype grad_dtype, int flags,
+                              bk_index_type index_type, int version, bk_stream stream);
+
+/* Bytes of workspace that bk_embedding_transpose needs. 0 for arguments that it refuses. */
+size_t bk_embedding_transpose_workspace_bytes(int64_t count, int64_t rows);
+
+/* Transposition: the positions of each index. For the indices 7 3 7 9 7: indices 3 7 9, begin 0 1 4 5, positions 1 0 2
+ * 4 3, group 0 1 1 1 2, *distinct 3.
+ *
+ *   indices    (count); written: the distinct indices, ascending
+ *   begin      (count + 1); written up to begin[*distinct]: index indices[g] has the positions positions[begin[g]] to
+ *              positions[begin[g+1]-1], in ascending order
+ *   positions  (count); written; positions with bad indices come last
+ *   group      (count); written: the group of each of them; -1 for bad indices
+ *   distinct   one number; written
+ *   idx        (count) of index_type; good ones are in 0..rows-1; count is at most 2^31-1
+ *   status     the status word, or null: lowered to the first position with a bad index
+ *   workspace  of bk_embedding_transpose_workspace_bytes(), aligned to 256 bytes
+ *
+ * A pending CUDA error is returned, and nothing is done: see bk_embedding_bag_backward. */
+int bk_embedding_transpose(int64_t *indices, int32_t *begin, int32_t *positions, int32_t *group, int64_t *distinct,
+                           const void *idx, int64_t *status, void *workspace, int64_t count, int64_t rows,
+                           bk_index_type index_type, bk_stream stream);
 
 /* Options of the classifier and of the LM head. Start from BK_CLASSIFIER_OPTIONS, the defaults, and set fields by name.
  * A null pointer to options means the defaults. Later versions use the reserved fields; 0 there is the present

@@ -2,6 +2,7 @@
 #define BOOKENDS_NO_MAIN
 #include "../../embedding_lookup.cu"
 
+#include "bags.h"
 #include "internal.h"
 
 using namespace bookends;
@@ -17,10 +18,7 @@ static int check_table(const Call &call, int C, int64_t rows, int64_t stride, bk
     if (out_dtype != dtype && out_dtype != BK_FP32) {
         return call.fail(BK_ERROR_DTYPE, "out_dtype is %d: neither dtype, %d, nor BK_FP32", out_dtype, dtype);
     }
-    if (index_type != BK_INT32 && index_type != BK_INT64) {
-        return call.fail(BK_ERROR_DTYPE, "there is no index_type %d", index_type);
-    }
-    return BK_OK;
+    return check_index_type(call, index_type);
 }
 
 template <typename floatX, typename outX>
@@ -50,48 +48,9 @@ extern "C" int bk_embedding_lookup(void *out, const void *idx, const void *table
     });
 }
 
-// Fills in bags from the options, or refuses them.
-static int read_options(const Call &call, Bags *bags, const bk_bag_options &options, const int64_t *argmax) {
-    if (options.mode < BK_BAG_SUM || options.mode > BK_BAG_MAX) {
-        return call.fail(BK_ERROR_OPTIONS, "there is no mode %d", options.mode);
-    }
-    if (options.offset_type != BK_INT32 && options.offset_type != BK_INT64) {
-        return call.fail(BK_ERROR_OPTIONS, "there is no offset_type %d", options.offset_type);
-    }
-    for (const int32_t reserved : options.reserved) {
-        if (reserved != 0) return call.fail(BK_ERROR_OPTIONS, "a reserved field is %d", reserved);
-    }
-    const bool max = options.mode == BK_BAG_MAX;
-    if (max && options.weights) return call.fail(BK_ERROR_NOT_NULL, "weights must be null with BK_BAG_MAX");
-    if (!max && argmax) return call.fail(BK_ERROR_NOT_NULL, "argmax must be null without BK_BAG_MAX");
-    if (options.tables < 1 || (options.tables > 1 && !options.first_rows)) {
-        return call.fail(BK_ERROR_OPTIONS, "tables is %d%s", options.tables,
-                         options.tables > 1 ? " and first_rows null" : "");
-    }
-    if (bags->bags % options.tables != 0) {
-        return call.fail(BK_ERROR_SHAPE, "bags is %lld, no multiple of tables, %d", bags->bags, options.tables);
-    }
-    bags->offsets = {options.offsets, options.offset_type == BK_INT64};
-    bags->hotness = options.hotness;
-    if (!options.offsets) {
-        if (const int error = call.not_negative({{"hotness", options.hotness}})) return error;
-        const bool matches = bags->bags == 0 || options.hotness == 0
-                                 ? bags->count == 0
-                                 : bags->count % bags->bags == 0 && bags->count / bags->bags == options.hotness;
-        if (!matches) {
-            return call.fail(BK_ERROR_SHAPE, "count is %lld, not bags * hotness, %lld * %lld", bags->count, bags->bags,
-                             (long long)options.hotness);
-        }
-    }
-    bags->weights = options.weights;
-    bags->padding = options.padding_idx;
-    bags->mode = (BagMode)options.mode;
-    return BK_OK;
-}
-
 template <typename floatX, typename outX>
-static int bag(const Call &call, void *out, int64_t *argmax, const void *table, int64_t *status, const Bags &bags, int C,
-               int64_t rows, int64_t stride, const bk_bag_options &options, int number, cudaStream_t stream) {
+static int bag(const Call &call, void *out, int64_t *argmax, const void *table, int64_t *status, const Bags &bags,
+               int C, int64_t rows, int64_t stride, int number, cudaStream_t stream) {
     const auto *version = find_version(embedding_bag_versions<floatX, outX>, number);
     if (version == nullptr) return call.no_version(number);
     if (bags.bags == 0 || C == 0) return BK_OK;
@@ -105,8 +64,6 @@ static int bag(const Call &call, void *out, int64_t *argmax, const void *table, 
     args.table = {(const floatX *)table, rows, stride};
     args.bags = bags;
     args.C = C;
-    args.first_rows = (const long long *)options.first_rows;
-    args.tables = options.tables;
     const KeepPendingError keep;
     return call.from_cuda(version->launch(args, version->block_size, stream));
 }
@@ -119,15 +76,17 @@ extern "C" int bk_embedding_bag(void *out, int64_t *argmax, const void *idx, con
     static constexpr bk_bag_options defaults = BK_BAG_OPTIONS;
     if (const int error = call.not_negative({{"count", count}, {"bags", bags}})) return error;
     if (const int error = check_table(call, C, rows, stride, dtype, out_dtype, index_type)) return error;
-    const bk_bag_options &chosen = options ? *options : defaults;
     Bags the_bags = {};
     the_bags.idx = {idx, index_type == BK_INT64};
     the_bags.count = count;
     the_bags.bags = bags;
-    if (const int error = read_options(call, &the_bags, chosen, argmax)) return error;
+    if (const int error = read_bag_options(call, &the_bags, options ? *options : defaults)) return error;
+    if (argmax && the_bags.mode != kBagMax) {
+        return call.fail(BK_ERROR_NOT_NULL, "argmax must be null without BK_BAG_MAX");
+    }
     return call.with_type(dtype, [&](auto type) {
         typedef decltype(type) floatX;
         const auto run = out_dtype == dtype ? ::bag<floatX, floatX> : ::bag<floatX, float>;
-        return run(call, out, argmax, table, status, the_bags, C, rows, stride, chosen, version, stream);
+        return run(call, out, argmax, table, status, the_bags, C, rows, stride, version, stream);
     });
 }

@@ -240,6 +240,11 @@ def library():
                 ("bk_embedding_lookup", integer, *[pointer] * 4, long, integer, *[long] * 2, *[integer] * 4, pointer),
                 ("bk_embedding_bag", integer, *[pointer] * 5, *[long] * 2, integer, *[long] * 2, pointer,
                  *[integer] * 4, pointer),
+                ("bk_embedding_bag_backward_workspace_bytes", ctypes.c_size_t, *[long] * 2, integer, long, pointer),
+                ("bk_embedding_bag_backward", integer, *[pointer] * 10, *[long] * 2, integer, *[long] * 2, pointer,
+                 *[integer] * 5, pointer),
+                ("bk_embedding_transpose_workspace_bytes", ctypes.c_size_t, *[long] * 2),
+                ("bk_embedding_transpose", integer, *[pointer] * 8, *[long] * 2, integer, pointer),
                 ("bk_classifier_fused", integer, *[pointer] * 9, *[integer] * 3, pointer, *[integer] * 2, pointer),
                 ("bk_classifier_totals", integer, *[pointer] * 4, *[integer] * 2, pointer),
                 ("bk_scale", integer, pointer, pointer, ctypes.c_int64, integer, pointer),
@@ -346,7 +351,35 @@ def embedding_bag(out, argmax, idx, table, status, count, bags, C, rows, stride,
                   stream=None):
     """bk_embedding_bag, in the same way; options: BagOptions or None."""
     code = _call("bk_embedding_bag", (out, argmax, idx, table, status), count, bags, C, rows, stride,
-                 None if options is None else ctypes.byref(options), dtype, out_dtype, index_type(idx), version, stream)
+                 _reference(options), dtype, out_dtype, index_type(idx), version, stream)
+    return code, _word(status, stream)
+
+
+def _reference(options):
+    return None if options is None else ctypes.byref(options)
+
+
+def embedding_bag_backward_workspace_bytes(count, bags, C, rows, options):
+    return library().bk_embedding_bag_backward_workspace_bytes(count, bags, C, rows, _reference(options))
+
+
+def embedding_bag_backward(dtable, indices, distinct, dweights, dout, argmax, idx, table, status, workspace, count,
+                           bags, C, rows, stride, options, dtype, grad_dtype, flags=0, version=0, stream=None):
+    """bk_embedding_bag_backward, in the same way."""
+    arrays = (dtable, indices, distinct, dweights, dout, argmax, idx, table, status, workspace)
+    code = _call("bk_embedding_bag_backward", arrays, count, bags, C, rows, stride, _reference(options), dtype,
+                 grad_dtype, flags, index_type(idx), version, stream)
+    return code, _word(status, stream)
+
+
+def embedding_transpose_workspace_bytes(count, rows):
+    return library().bk_embedding_transpose_workspace_bytes(count, rows)
+
+
+def embedding_transpose(indices, begin, positions, group, distinct, idx, status, workspace, count, rows, stream=None):
+    """bk_embedding_transpose, in the same way."""
+    code = _call("bk_embedding_transpose", (indices, begin, positions, group, distinct, idx, status, workspace), count,
+                 rows, index_type(idx), stream)
     return code, _word(status, stream)
 
 

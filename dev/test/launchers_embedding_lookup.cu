@@ -121,7 +121,7 @@ static void test_bags(BagMode mode) {
             const std::vector<floatX> values = p.table.get();
             BagArguments<floatX, outX> args = {};
             args.bags = {{p.ids.data(), sizeof(Index) == 8}, p.count, bags, {offsets.data(), sizeof(Index) == 8}, 0,
-                         nullptr, 2, mode};
+                         nullptr, 2, mode, nullptr, 1};
             std::vector<double> row(p.C);
             std::vector<long long> at(p.C), want_at;
             for (long long g = 0; g < bags; g++) {
@@ -137,7 +137,6 @@ static void test_bags(BagMode mode) {
             args.bags.idx.data = p.idx.pointer;
             args.bags.offsets.data = device_offsets.pointer;
             args.C = p.C;
-            args.tables = 1;
             for (const auto &version : embedding_bag_versions<floatX, outX>) {
                 for (int block_size : kGoodBlockSizes) {
                     args.status = block_size != 96 ? p.status.pointer : nullptr;
@@ -168,7 +167,6 @@ static void test_no_work() {
                 BagArguments<T, T> args = {};
                 args.bags.bags = s[0];
                 args.C = s[1];
-                args.tables = 1;
                 expect(version.launch(args, block_size, 0) == cudaSuccess, "bag version %d, no work", version.number);
             }
         }

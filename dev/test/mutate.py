@@ -51,7 +51,10 @@ FAMILIES = {
     "encoder_forward": Family(["encoder_forward", "test/launchers_encoder_forward"], "encoder_forward"),
     "encoder_backward": Family(["encoder_backward", "test/launchers_encoder_backward"],
                                "encoder_backward or rounding"),
-    "embedding_lookup": Family(["embedding_lookup", "test/launchers_embedding_lookup"], "embedding_lookup"),
+    "embedding_lookup": Family(["embedding_lookup", "test/launchers_embedding_lookup"],
+                               "embedding_lookup and not backward"),
+    "embedding_lookup_backward": Family(["embedding_lookup_backward", "test/launchers_embedding_lookup_backward"],
+                                        "embedding_lookup_backward"),
     "classifier_fused": Family(["classifier_fused", "test/launchers_classifier_fused"], "classifier_fused"),
     "lm_head": Family(["lm_head", "classifier_fused", "test/launchers_lm_head"], "lm_head"),
 }

@@ -20,6 +20,8 @@ RUNS = [
     "encoder_backward all -b 3 -t 300 -c 130 -v 3000 --overwrite",
     "embedding_lookup all -b 3 -t 17 -c 72 -v 50 --index int64",
     "embedding_lookup all -b 1 -t 9 -c 40 -v 50 --bag mean --hotness 0..1500 --weights",
+    "embedding_lookup_backward all -b 1 -t 60 -c 40 -v 50 --hotness 0..20 --bag mean --weights --dweights",
+    "embedding_lookup_backward all -b 1 -t 90 -c 24 -v 9 --sparse --tokens zipf",
     "classifier_fused all -b 3 -t 5 -v 3001 -p 3008",
     "classifier_fused all -b 1 -t 30 -v 50257 -p 50304 --block-size 256",
     "classifier_fused all -b 1 -t 9 -v 128256 -p 128256 --block-size 256 --output other",

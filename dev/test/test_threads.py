@@ -1,6 +1,8 @@
 """Several host threads call the library at once, and what a call leaves as it was: the program threads.cu, on either
 device."""
 
+import pytest
+
 import bookends
 from bookends import ON_CUDA
 
@@ -10,6 +12,7 @@ def test_threads():
     assert (result.returncode, result.stdout, result.stderr) == (0, "ok\n", "")
 
 
+@pytest.mark.skipif(not ON_CUDA, reason="measures the CUDA runtime")
 def test_host_times_name_every_function():
     result = bookends.run("test/threads", "--host-time")
     assert (result.returncode, result.stderr) == (0, "")
