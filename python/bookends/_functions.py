@@ -160,6 +160,38 @@ def embedding_lookup(idx: Any, table: Any, *, out: Any = True, out_dtype: Any = 
     return returned(written)
 
 
+class Bags:
+    """The checked arguments that bk_embedding_bag and its gradient share."""
+
+    def __init__(self, call: Call, idx: Any, offsets: Any, mode: str, weights: Any, padding_idx: Optional[int],
+                 first_rows: Any) -> None:
+        if mode not in _library.BAG_MODES:
+            raise ValueError(f"mode: expected {', '.join(_library.BAG_MODES)}, given {mode!r}")
+        self.idx = call.array("idx", idx, ("count",) if offsets is not None else ("bags", "hotness"), INDICES)
+        ends = call.optional("offsets", offsets, ("bags + 1",), INDICES)
+        factors = call.optional("weights", weights, self.idx.shape, ("float32",))
+        firsts = call.optional("first_rows", first_rows, ("tables + 1",), ("int64",))
+        if ends is not None and ends.shape[0] == 0:
+            raise ValueError("offsets: expected shape (bags + 1), at least 1 element, given (0,)")
+        if firsts is not None and firsts.shape[0] < 2:
+            raise ValueError(f"first_rows: expected shape (tables + 1), at least 2 elements, given {firsts.shape}")
+        self.bags = ends.shape[0] - 1 if ends is not None else self.idx.shape[0]
+        self.count = math.prod(self.idx.shape)
+        tables = firsts.shape[0] - 1 if firsts is not None else 1
+        if self.bags % tables:
+            raise ValueError(f"first_rows: expected a number of tables that divides the {self.bags} bags, given "
+                             f"{tables}")
+        self.shape: tuple[Any, ...] = (self.bags, "C") if firsts is None else (self.bags // tables, tables, "C")
+        self.several = firsts is not None
+        self.index_type = _library.INDEX_TYPES[self.idx.dtype]
+        self.options = _library.BagOptions(
+            _library.BAG_MODES[mode], _library.INDEX_TYPES[ends.dtype] if ends is not None else 0,
+            ends.pointer if ends is not None else None, 1 if ends is not None else self.idx.shape[1],
+            factors.pointer if factors is not None else None,
+            -1 if padding_idx is None else integer("padding_idx", padding_idx, 0, 2**63 - 1),
+            firsts.pointer if firsts is not None else None, tables)
+
+
 def embedding_bag(idx: Any, table: Any, offsets: Any = None, *, mode: str = "sum", weights: Any = None,
                   padding_idx: Optional[int] = None, first_rows: Any = None, out: Any = True, out_dtype: Any = None,
                   argmax: Any = None, status: Optional[Status] = None, check: bool = False, version: int = 0,
@@ -167,48 +199,132 @@ def embedding_bag(idx: Any, table: Any, offsets: Any = None, *, mode: str = "sum
     """Bags: the sum, mean or maximum of several rows of the table.
 
     idx: (count) int32 or int64 with offsets, else (bags, hotness). table: (rows, C). offsets: (bags + 1) int32 or
-    int64, ascending: bag g consists of the indices offsets[g] to offsets[g+1]-1. mode: "sum", "mean" or "max". weights:
-    float32 of the shape of idx, for sums and means. padding_idx: an index that bags skip. first_rows: (tables + 1)
-    int64, the first rows of several tables in `table`, to which indices are relative; a bag belongs to the table bag //
-    (bags / tables). out: (bags, C), or (batch, tables, C) with first_rows, of the table's dtype or float32 (out_dtype).
-    argmax: int64 of the shape of out, the position in idx of each maximum; True: allocated. A bag with a bad index
-    becomes NaN; an empty one is 0. status, check: as for encoder_forward. Returns out, or (out, argmax) where argmax is
-    wanted."""
+    int64, ascending: bag g consists of the indices offsets[g] to offsets[g+1]-1. mode: "sum", "mean" or "max".
+    weights: float32 of the shape of idx, for sums and means. padding_idx: an index that bags skip. first_rows:
+    (tables + 1) int64, the first rows of several tables in `table`, to which indices are relative; a bag belongs to the
+    table bag // (bags / tables). out: (bags, C), or (batch, tables, C) with first_rows, of the table's dtype or float32
+    (out_dtype). argmax: int64 of the shape of out, the position in idx of each maximum; True: allocated. A bag with a
+    bad index becomes NaN; an empty one is 0. status, check: as for encoder_forward. Returns out, or (out, argmax) where
+    argmax is wanted."""
     call = Call(stream)
-    if mode not in _library.BAG_MODES:
-        raise ValueError(f"mode: expected {', '.join(_library.BAG_MODES)}, given {mode!r}")
-    indices = call.array("idx", idx, ("count",) if offsets is not None else ("bags", "hotness"), INDICES)
     source = call.array("table", table, ("rows", "C"), "dtype", row_stride=True)
-    ends = call.optional("offsets", offsets, ("bags + 1",), INDICES)
-    factors = call.optional("weights", weights, indices.shape, ("float32",))
-    firsts = call.optional("first_rows", first_rows, ("tables + 1",), ("int64",))
-    if ends is not None and ends.shape[0] == 0:
-        raise ValueError("offsets: expected shape (bags + 1), at least 1 element, given (0,)")
-    if firsts is not None and firsts.shape[0] < 2:
-        raise ValueError(f"first_rows: expected shape (tables + 1), at least 2 elements, given {firsts.shape}")
-    bags = ends.shape[0] - 1 if ends is not None else indices.shape[0]
-    hotness = 1 if ends is not None else indices.shape[1]
-    tables = firsts.shape[0] - 1 if firsts is not None else 1
-    if bags % tables:
-        raise ValueError(f"first_rows: expected a number of tables that divides the {bags} bags, given {tables}")
-    allowed = (call.dtypes["dtype"], "float32") if out_dtype is None else (dtype_name("out_dtype", out_dtype),)
-    shape = (bags, "C") if firsts is None else (bags // tables, tables, "C")
-    written = call.output("out", True if out is None else out, shape, allowed)
-    positions = call.output("argmax", argmax, shape, ("int64",))
+    bags = Bags(call, idx, offsets, mode, weights, padding_idx, first_rows)
+    allowed = (source.dtype, "float32") if out_dtype is None else (dtype_name("out_dtype", out_dtype),)
+    written = call.output("out", True if out is None else out, bags.shape, allowed)
+    positions = call.output("argmax", argmax, bags.shape, ("int64",))
     assert written is not None
-    options = _library.BagOptions(
-        _library.BAG_MODES[mode], _library.INDEX_TYPES[ends.dtype] if ends is not None else 0,
-        ends.pointer if ends is not None else None, hotness, factors.pointer if factors is not None else None,
-        -1 if padding_idx is None else integer("padding_idx", padding_idx, 0, 2**63 - 1),
-        firsts.pointer if firsts is not None else None, tables)
-    word = Word(call, status, check, indices, "idx")
-    count = indices.shape[0] if ends is not None else bags * hotness
-    call.run("bk_embedding_bag", written, positions, indices, source, word.pointer, count, bags, call.size("C"),
-             source.shape[0], row_stride(source), ctypes.addressof(options), call.code(),
-             _library.FLOATS[written.dtype], _library.INDEX_TYPES[indices.dtype], integer("version", version),
-             call.stream)
-    word.verify(f"0..{source.shape[0] - 1}" if firsts is None else "a row of its table")
+    word = Word(call, status, check, bags.idx, "idx")
+    call.run("bk_embedding_bag", written, positions, bags.idx, source, word.pointer, bags.count, bags.bags,
+             call.size("C"), source.shape[0], row_stride(source), ctypes.addressof(bags.options), call.code(),
+             _library.FLOATS[written.dtype], bags.index_type, integer("version", version), call.stream)
+    word.verify("a row of its table" if bags.several else f"0..{source.shape[0] - 1}")
     return returned(written) if positions is None else (returned(written), returned(positions))
+
+
+class BagGradients(NamedTuple):
+    """The outputs of embedding_bag_backward; None: not wanted."""
+    dtable: Any
+    dweights: Any
+    indices: Any
+    distinct: Any
+
+
+def embedding_bag_backward_workspace_bytes(count: int, bags: int, C: int, rows: int) -> int:
+    """Bytes of workspace that embedding_bag_backward needs at most, for bags with offsets."""
+    options = _library.BagOptions(0, 0, 1, 1, None, -1, None, 1)
+    sizes = [integer(name, value, -2**63, 2**63 - 1) for name, value in (("count", count), ("bags", bags))]
+    return _library.library().bk_embedding_bag_backward_workspace_bytes(
+        *sizes, integer("C", C), integer("rows", rows, -2**63, 2**63 - 1), ctypes.addressof(options))
+
+
+def embedding_bag_backward(dout: Any, idx: Any, offsets: Any = None, *, dtable: Any = None, rows: Optional[int] = None,
+                           sparse: bool = False, dweights: Any = None, table: Any = None, argmax: Any = None,
+                           mode: str = "sum", weights: Any = None, padding_idx: Optional[int] = None,
+                           first_rows: Any = None, grad_dtype: Any = None, overwrite: bool = False,
+                           status: Optional[Status] = None, check: bool = False, workspace: Any = None,
+                           version: int = 0, stream: Any = None) -> BagGradients:
+    """Gradients of embedding_bag.
+
+    dout: (bags, C), or (batch, tables, C) with first_rows. idx, offsets, mode, weights, padding_idx, first_rows: as for
+    embedding_bag; argmax: what it returned with mode "max". dtable: (rows, C) of dout's dtype or float32 (grad_dtype):
+    added to, or written with overwrite=True; True: allocated as zeros, which needs rows. With sparse=True dtable is
+    True, and gets a row for each distinct index: `dtable[:n]` are the gradients of the rows `indices[:n]`, where n is
+    distinct[0]. dweights: (count) float32 of the shape of idx, written, which needs the table; True: allocated. status,
+    check: as for encoder_forward. workspace: uint8, at a multiple of 256; None: allocated."""
+    call = Call(stream)
+    incoming = call.array("dout", dout, None, "dtype")
+    if not incoming.shape:
+        raise ValueError("dout: expected shape (bags, C), given ()")
+    call.sizes["C"] = incoming.shape[-1]
+    bags = Bags(call, idx, offsets, mode, weights, padding_idx, first_rows)
+    call.check_shape("dout", incoming, bags.shape)
+    source = None if table is None else call.array("table", table, ("rows", "C"), "dtype", row_stride=True)
+    if rows is not None:
+        if call.sizes.setdefault("rows", integer("rows", rows, 0, 2**63 - 1)) != rows:
+            raise ValueError(f"rows: expected {call.sizes['rows']}, the rows of table, given {rows}")
+    elif source is None and (dtable is None or dtable is True):
+        raise ValueError("rows: expected the number of rows of the table, since no array tells it, given None")
+    allowed = (incoming.dtype, "float32") if grad_dtype is None else (dtype_name("grad_dtype", grad_dtype),)
+    if sparse and dtable is not True:
+        raise ValueError(f"dtable: expected True with sparse=True, given {type(dtable).__name__}")
+    gradient = call.output("dtable", dtable, (bags.count if sparse else "rows", "C"), allowed, zeros=not sparse)
+    found = call.output("indices", sparse, (bags.count,), ("int64",))
+    number_of = call.output("distinct", sparse, (1,), ("int64",), zeros=True)
+    of_weights = call.output("dweights", dweights, bags.idx.shape, ("float32",))
+    word = Word(call, status, check, bags.idx, "idx")
+    C, of_table = call.size("C"), call.sizes["rows"]
+    if sparse and bags.count == 0:
+        return BagGradients(returned(gradient), returned(of_weights), returned(found), returned(number_of))
+    needed = _library.library().bk_embedding_bag_backward_workspace_bytes(bags.count, bags.bags, C, of_table,
+                                                                          ctypes.addressof(bags.options))
+    call.run("bk_embedding_bag_backward", gradient, found, number_of, of_weights, incoming,
+             call.optional("argmax", argmax, bags.shape, ("int64",)), bags.idx, source, word.pointer,
+             call.workspace(workspace, needed), bags.count, bags.bags, C, of_table,
+             row_stride(source) if source is not None else C, ctypes.addressof(bags.options), call.code(),
+             _library.FLOATS[gradient.dtype if gradient is not None else incoming.dtype],
+             _library.OVERWRITE if overwrite else 0, bags.index_type, integer("version", version), call.stream)
+    word.verify("a row of its table" if bags.several else f"0..{of_table - 1}")
+    return BagGradients(returned(gradient), returned(of_weights), returned(found), returned(number_of))
+
+
+class Transposed(NamedTuple):
+    """The outputs of embedding_transpose."""
+    indices: Any
+    begin: Any
+    positions: Any
+    group: Any
+    distinct: Any
+
+
+def embedding_transpose_workspace_bytes(count: int, rows: int) -> int:
+    """Bytes of workspace that embedding_transpose needs."""
+    return _library.library().bk_embedding_transpose_workspace_bytes(
+        integer("count", count, -2**63, 2**63 - 1), integer("rows", rows, -2**63, 2**63 - 1))
+
+
+def embedding_transpose(idx: Any, rows: int, *, indices: Any = True, begin: Any = True, positions: Any = True,
+                        group: Any = True, distinct: Any = True, status: Optional[Status] = None, check: bool = False,
+                        workspace: Any = None, stream: Any = None) -> Transposed:
+    """The positions of each index. idx: (count) int32 or int64, in 0..rows-1.
+
+    indices: (count) int64, the distinct indices, ascending. begin: (count + 1) int32: indices[g] has the positions
+    positions[begin[g]] to positions[begin[g+1]-1]. positions: (count) int32. group: (count) int32, the group of each of
+    them. distinct: (1) int64, the number of groups. All are written; True: allocated. workspace: uint8 of
+    embedding_transpose_workspace_bytes(); None: allocated."""
+    call = Call(stream)
+    source = call.array("idx", idx, ("count",), INDICES)
+    count, limit = source.shape[0], integer("rows", rows, 0, 2**63 - 1)
+    outputs = [call.output("indices", indices, (count,), ("int64",)),
+               call.output("begin", begin, (count + 1,), ("int32",)),
+               call.output("positions", positions, (count,), ("int32",)),
+               call.output("group", group, (count,), ("int32",)),
+               call.output("distinct", distinct, (1,), ("int64",))]
+    word = Word(call, status, check, source, "idx")
+    needed = _library.library().bk_embedding_transpose_workspace_bytes(count, limit)
+    call.run("bk_embedding_transpose", *outputs, source, word.pointer, call.workspace(workspace, needed), count, limit,
+             _library.INDEX_TYPES[source.dtype], call.stream)
+    word.verify(f"0..{limit - 1}")
+    return Transposed(*[returned(output) for output in outputs])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

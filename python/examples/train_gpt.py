@@ -6,7 +6,7 @@ GPU, memory.
     python3 python/examples/train_gpt.py -o train_gpt.png      # and a plot (needs matplotlib)
     python3 python/examples/train_gpt.py -v 50257 -b 32 -t 1024 --dtype bf16     # on a GPU
 
-Both runs start from the same weights and see the same batches. The weights of the embedding and of the LM head are tied.
+Both runs start from the same weights and see the same batches. Embedding and LM head share their weights.
 """
 
 import argparse

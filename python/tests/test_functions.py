@@ -135,6 +135,51 @@ def test_embedding_bag():
             bookends.embedding_bag(idx, table, **wrong)
 
 
+def test_embedding_bag_backward():
+    rng = np.random.default_rng(6)
+    table = rng.standard_normal((9, 4)).astype(np.float32)
+    idx = rng.integers(0, 6, (5, 3))
+    dout, weights = rng.standard_normal((5, 4)).astype(np.float32), rng.standard_normal((5, 3)).astype(np.float32)
+    want = np.zeros((9, 4))
+    np.add.at(want, idx, dout[:, None] * weights[..., None].astype(np.float64))
+    got = bookends.embedding_bag_backward(dout, idx, dtable=True, weights=weights, dweights=True, table=table)
+    assert close(got.dtable, want) and close(got.dweights, (dout[:, None] * table[idx]).sum(2))
+    assert got.indices is None and got.distinct is None
+    again = bookends.embedding_bag_backward(dout, idx, dtable=got.dtable, weights=weights)
+    assert again.dtable is got.dtable and again.dweights is None and close(got.dtable, 2 * want)
+    sparse = bookends.embedding_bag_backward(dout, idx, dtable=True, sparse=True, rows=9, weights=weights)
+    n = sparse.distinct[0]
+    assert (sparse.indices[:n] == np.unique(idx)).all() and close(sparse.dtable[:n], want[np.unique(idx)])
+    out, argmax = bookends.embedding_bag(idx, table, mode="max", argmax=True)
+    largest = bookends.embedding_bag_backward(dout, idx, dtable=True, rows=9, mode="max", argmax=argmax)
+    want = np.zeros((9, 4))
+    np.add.at(want, (idx.reshape(-1)[argmax], np.arange(4)), dout)
+    assert close(largest.dtable, want)
+    none = bookends.embedding_bag_backward(dout[:0], idx[:0], dtable=True, sparse=True, rows=9)
+    assert none.distinct[0] == 0 and none.dtable.shape == (0, 4)
+    assert bookends.embedding_bag_backward_workspace_bytes(15, 5, 4, 9) > 0
+    for wrong, words in ((dict(dtable=True), "rows: expected the number of rows"),
+                         (dict(dtable=True, rows=8, table=table), "rows: expected 9, the rows of table, given 8"),
+                         (dict(rows=9, sparse=True), "dtable: expected True with sparse=True"),
+                         (dict(dtable=True, rows=9, mode="max"), "argmax is null"),
+                         (dict(dtable=True, rows=9, dweights=True), "table is null"),
+                         (dict(dtable=True, rows=9, dout=dout[:4]), r"dout: expected shape \(5, C\) = \(5, 4\)")):
+        with pytest.raises(ValueError, match=words):
+            bookends.embedding_bag_backward(**{**dict(dout=dout, idx=idx), **wrong})
+    with pytest.raises(bookends.UnsupportedError, match="version 1 has no sparse gradient"):
+        bookends.embedding_bag_backward(dout, idx, dtable=True, sparse=True, rows=9, version=1)
+
+
+def test_embedding_transpose():
+    got = bookends.embedding_transpose(np.array([7, 3, 7, 9, 7]), 10)
+    assert got.distinct[0] == 3 and got.indices[:3].tolist() == [3, 7, 9] and got.begin[:4].tolist() == [0, 1, 4, 5]
+    assert got.positions.tolist() == [1, 0, 2, 4, 3] and got.group.tolist() == [0, 1, 1, 1, 2]
+    assert bookends.embedding_transpose(np.zeros(0, np.int32), 10).distinct[0] == 0
+    assert bookends.embedding_transpose_workspace_bytes(5, 10) > 0
+    with pytest.raises(IndexError, match=r"idx\[1\] is 10: expected 0..9"):
+        bookends.embedding_transpose(np.array([1, 10]), 10, check=True)
+
+
 @pytest.mark.parametrize("options", [{}, dict(softcap=5.0), dict(label_smoothing=0.1, z_loss=0.01)])
 def test_classifier(options):
     job = Job()

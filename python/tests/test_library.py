@@ -15,8 +15,7 @@ HEADER = pathlib.Path(__file__).resolve().parents[2] / "dev" / "lib" / "bookends
 LETTERS = {"int": "i", "bk_dtype": "i", "bk_index_type": "i", "int32_t": "u", "int64_t": "q", "uint64_t": "Q",
            "size_t": "z", "double": "d", "bk_stream": "p", "void": ""}
 # Families of bookends.h that have no Python functions yet.
-NOT_YET = ("bk_embedding_bag_backward", "bk_embedding_update", "bk_embedding_lookup_backward", "bk_embedding_layer",
-           "bk_optimizer", "bk_embedding_")
+NOT_YET = ("bk_embedding_update", "bk_embedding_layer", "bk_optimizer", "bk_embedding_")
 
 
 def letter(declaration):

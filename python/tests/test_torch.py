@@ -124,12 +124,16 @@ def test_embedding_is_torchs_module():
     assert bt.Embedding.from_pretrained(other.weight.detach()).weight.requires_grad is False
 
 
-@pytest.mark.parametrize("name, value", [("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)])
+@pytest.mark.parametrize("name, value", [("max_norm", 1.0), ("scale_grad_by_freq", True)])
 def test_embedding_refuses_by_name(name, value):
     with pytest.raises(NotImplementedError, match=f"{name}: bookends.torch does not support it, given {value}"):
         bt.Embedding(11, 6, **{name: value})
     with pytest.raises(NotImplementedError, match=name):
+        bt.EmbeddingBag(11, 6, **{name: value})
+    with pytest.raises(NotImplementedError, match=name):
         bt.embedding(randint(11, (3,)), randn(11, 6), **{name: value})
+    with pytest.raises(NotImplementedError, match=name):
+        bt.embedding_bag(randint(11, (3, 2)), randn(11, 6), **{name: value})
 
 
 @pytest.mark.parametrize("change, error, words", [
@@ -147,6 +151,89 @@ def test_embedding_refuses_wrong_arguments(change, error, words):
     change(arguments)
     with pytest.raises(error, match=words):
         bt.embedding(**arguments)
+
+
+@every_dtype
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [None, 3, -8])
+@pytest.mark.parametrize("offsets", [None, [0, 3, 3, 9, 14], [0, 20], [0, 4, 8, 20, 20]])
+def test_embedding_bag(offsets, padding_idx, mode, dtype):
+    weight, ids = randn(11, 6, dtype=dtype), randint(11, (20,) if offsets else (5, 4))
+    last = bool(offsets) and offsets[-1] == 20
+    if offsets:
+        offsets = torch.tensor(offsets, device=on_the_device)
+    W, = doubles(weight)
+    for factors in [None, *([randn(*ids.shape, dtype=dtype)] if mode == "sum" else [])]:
+        F64, = doubles(factors)
+        arguments = dict(offsets=offsets, mode=mode, padding_idx=padding_idx, include_last_offset=last)
+        own = bt.embedding_bag(ids, weight, per_sample_weights=factors, **arguments)
+        other = F.embedding_bag(ids, W, per_sample_weights=F64, **arguments)
+        assert own.dtype == dtype and close(own, other.detach(), dtype, 2)
+        factor = torch.randn(own.shape, device=own.device).to(dtype)
+        tensors, references = ([weight], [W]) if factors is None else ([weight, factors], [W, F64])
+        for got, want in zip(gradients(own, tensors, factor), gradients(other, references, factor.double())):
+            assert got.dtype == dtype and close(got, want, dtype, 4)
+        sparse, = gradients(bt.embedding_bag(ids, weight, per_sample_weights=factors, sparse=True, **arguments),
+                            [weight], factor)
+        dense, = gradients(bt.embedding_bag(ids, weight, per_sample_weights=factors, **arguments), [weight], factor)
+        assert sparse.is_sparse and sparse.is_coalesced() and torch.equal(sparse.to_dense(), dense)
+
+
+def test_sparse_gradients_of_embeddings():
+    own, other = bt.Embedding(11, 6, padding_idx=3, sparse=True), torch.nn.Embedding(11, 6, padding_idx=3, sparse=True)
+    own.to(on_the_device), other.to(on_the_device)
+    own.load_state_dict(other.state_dict())
+    ids = randint(11, (3, 5))
+    assert torch.equal(own(ids), other(ids))
+    for module in (own, other):
+        module(ids).square().sum().backward()
+        torch.optim.SparseAdam(module.parameters()).step()
+    assert own.weight.grad.is_sparse and close(own.weight.grad.to_dense(), other.weight.grad.to_dense())
+    assert close(own.weight.detach(), other.weight.detach())
+    none, = gradients(bt.embedding(ids[:0], own.weight, sparse=True), [own.weight])
+    assert none.is_sparse and (none.to_dense() == 0).all()
+    with pytest.raises(NotImplementedError, match="sparse: .* with positions"):
+        bt.embedding(ids, own.weight, randn(5, 6), sparse=True)
+    with pytest.raises(NotImplementedError, match="sparse: expected False where a second derivative"):
+        torch.autograd.grad(own(ids).sum(), own.weight, create_graph=True)
+
+
+def test_embedding_bag_is_torchs_module():
+    arguments = dict(mode="sum", padding_idx=2, include_last_offset=True)
+    own, other = bt.EmbeddingBag(11, 6, **arguments), torch.nn.EmbeddingBag(11, 6, **arguments)
+    assert isinstance(own, torch.nn.EmbeddingBag)
+    own.to(on_the_device), other.to(on_the_device)
+    own.load_state_dict(other.state_dict())
+    ids, offsets, factors = randint(11, (20,)), torch.tensor([0, 7, 20], device=on_the_device), randn(20, grad=False)
+    results = [module(ids, offsets, factors) for module in (own, other)]
+    assert close(results[0], results[1].detach())
+    for result in results:
+        result.square().sum().backward()
+    assert close(own.weight.grad, other.weight.grad)
+    bad = ids.clone()
+    bad[9] = 2**35
+    assert own(bad, offsets).isnan().any(1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("change, error, words", [
+    (dict(mode="min"), ValueError, "mode: expected sum, mean or max, given 'min'"),
+    (dict(input=torch.zeros(4, dtype=torch.int64)), ValueError, r"input: expected shape \(bags, hotness\) without"),
+    (dict(offsets=torch.zeros(2, dtype=torch.int64)), ValueError, r"input: expected shape \(count\) with offsets"),
+    (dict(input=torch.zeros(4)), TypeError, "input: expected int32 or int64, given float32"),
+    (dict(weight=torch.zeros(4, 4, dtype=torch.float64)), TypeError, "weight: expected float32 .* given float64"),
+    (dict(include_last_offset=True), ValueError, "include_last_offset: expected False without offsets"),
+    (dict(input=torch.zeros(4, dtype=torch.int64), offsets=torch.zeros(0, dtype=torch.int64),
+          include_last_offset=True), ValueError, r"offsets: expected shape \(bags \+ 1\), given \(0,\)"),
+    (dict(input=torch.zeros(4, dtype=torch.int64), offsets=torch.zeros(2)), TypeError, "offsets: expected int32 or"),
+    (dict(per_sample_weights=torch.zeros(3, 3)), ValueError, r"per_sample_weights: expected shape \(3, 4\), given"),
+    (dict(per_sample_weights=torch.zeros(3, 4), mode="max"), ValueError, "per_sample_weights: expected None with mode"),
+    (dict(padding_idx=11), ValueError, "padding_idx: expected a row of weight, from -11 to 10, given 11"),
+])
+def test_embedding_bag_refuses_wrong_arguments(change, error, words):
+    moved = {name: value.to(on_the_device) if isinstance(value, torch.Tensor) else value
+             for name, value in change.items()}
+    with pytest.raises(error, match=words):
+        bt.embedding_bag(**{**dict(input=randint(11, (3, 4)), weight=randn(11, 6)), **moved})
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and not torch.cuda.is_available(), reason="needs a GPU")
@@ -398,7 +485,8 @@ def test_second_derivatives_and_second_backwards_are_errors():
         torch.autograd.grad(bt.linear_cross_entropy(hidden, weight, target), hidden, create_graph=True)
     for loss, tensor in ((bt.linear_cross_entropy(hidden, weight, target, reduction="none").sum(), hidden),
                          (bt.cross_entropy(hidden, target % 16), hidden),
-                         (bt.embedding(target, weight).square().sum(), weight)):
+                         (bt.embedding(target, weight).square().sum(), weight),
+                         (bt.embedding_bag(target.view(2, 4), weight).square().sum(), weight)):
         first, = torch.autograd.grad(loss, tensor, create_graph=True)
         with pytest.raises(NotImplementedError, match="has no derivative"):
             torch.autograd.grad(first.sum(), tensor)
@@ -482,6 +570,10 @@ def operators():
     return [("scale_", (hidden.detach().clone(), torch.tensor(0.5))),
             ("embedding", (ids, weight, positions, 2)), ("embedding", (ids, weight, None, -1)),
             ("embedding_backward", (torch.ones(3, 4, 6), ids, 11, 2, 7, True, True)),
+            ("embedding_bag", (ids, weight, None, torch.rand(3, 4, requires_grad=True), "mean", 2, False)),
+            ("embedding_bag", (target, weight, torch.tensor([0, 4, 12]), None, "max", -1, False)),
+            ("embedding_bag_backward", (torch.ones(3, 6), torch.zeros(0, dtype=torch.int64), ids, detached[1], None,
+                                        torch.rand(3, 4), "mean", 2, True, True)),
             ("cross_entropy", (logits, target, False, *options)),
             ("cross_entropy_backward", (torch.ones(12), logits.detach(), target, *options)),
             ("cross_entropy_backward_", (torch.ones(12), logits.detach().clone(), target, *options)),
@@ -494,7 +586,7 @@ def operators():
                                                     *options))]
 
 
-@pytest.mark.parametrize("number", range(11))
+@pytest.mark.parametrize("number", range(14))
 def test_opcheck(number):
     name, arguments = operators()[number]
     arguments = [argument.detach().to(on_the_device).requires_grad_(argument.requires_grad)
@@ -530,7 +622,7 @@ class Model(torch.nn.Module):
 
     def forward(self, ids, target):
         x = self.layer(bt.embedding(ids, self.wte.weight, self.wpe))
-        x = x + self.wte(ids)
+        x = x + self.wte(ids) + bt.embedding_bag(ids, self.wte.weight).unsqueeze(1)
         first = bt.linear_cross_entropy(x, self.wte.weight, target, softcap=5.0)
         second = bt.linear_cross_entropy(x, self.wte.weight, target, reduction="none").mean()
         return first + second + bt.cross_entropy((x @ self.wte.weight.T).transpose(1, 2), target, inplace=True)

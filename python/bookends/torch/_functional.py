@@ -46,9 +46,13 @@ def embedding(input: Tensor, weight: Tensor, positions: Optional[Tensor] = None,
 
     input: int32 or int64 ids of any shape; with positions (..., T). weight: (V, C), float32, float16 or bfloat16.
     positions: (T or more, C) of the same type. Returns (*input.shape, C). The row of an id outside 0..V-1 becomes NaN,
-    and it has no part in a gradient. padding_idx: a row of weight whose gradient is 0. Gradients are dense and the same
-    bits each time. max_norm, scale_grad_by_freq and sparse raise NotImplementedError; norm_type belongs to max_norm."""
-    unsupported(max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    and it has no part in a gradient. padding_idx: a row of weight whose gradient is 0. Gradients are the same bits each
+    time. sparse: weight's gradient is a coalesced sparse tensor; its size waits for the device, so that it is not for
+    torch.compile. max_norm, scale_grad_by_freq, and sparse with positions raise NotImplementedError; norm_type belongs
+    to max_norm."""
+    unsupported(max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq)
+    if sparse and positions is not None:
+        raise NotImplementedError("sparse: bookends.torch does not support it with positions")
     check_dtype("input", input, IDS)
     check_dtype("weight", weight, FLOATS)
     check_device("weight", weight, input)
@@ -68,22 +72,95 @@ def embedding(input: Tensor, weight: Tensor, positions: Optional[Tensor] = None,
         T = input.shape[-1]
         if positions.dim() != 2 or positions.shape[0] < T or positions.shape[1] != C:
             raise ValueError(f"positions: expected shape ({T} or more, {C}), given {tuple(positions.shape)}")
+    if sparse:
+        rows = _ops.call_embedding_bag(input.reshape(-1, 1), weight, None, None, "sum", padding, True)[0]
+        return rows.view(*input.shape, C)
     return _ops.call_embedding(input, weight, positions, padding)
 
 
 class Embedding(torch.nn.Embedding):
     """torch.nn.Embedding with embedding() in place of torch's function. Arguments that are not supported (max_norm,
-    scale_grad_by_freq, sparse) raise NotImplementedError."""
+    scale_grad_by_freq) raise NotImplementedError."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: Optional[int] = None,
                  max_norm: Optional[float] = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False,
                  sparse: bool = False, **others: Any) -> None:
-        unsupported(max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-        super().__init__(num_embeddings, embedding_dim, padding_idx, **others)
+        unsupported(max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq)
+        super().__init__(num_embeddings, embedding_dim, padding_idx, sparse=sparse, **others)
 
     def forward(self, input: Tensor) -> Tensor:
         return embedding(input, self.weight, padding_idx=self.padding_idx, max_norm=self.max_norm,
                          scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse)
+
+
+def embedding_bag(input: Tensor, weight: Tensor, offsets: Optional[Tensor] = None, max_norm: Optional[float] = None,
+                  norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+                  per_sample_weights: Optional[Tensor] = None, include_last_offset: bool = False,
+                  padding_idx: Optional[int] = None) -> Tensor:
+    """torch.nn.functional.embedding_bag: the sum, mean or maximum of the rows of each bag.
+
+    input: (bags, hotness), or (count) with offsets, int32 or int64. weight: (V, C), float32, float16 or bfloat16.
+    offsets: (bags) int32 or int64, where each bag begins; with include_last_offset (bags + 1), the last one where the
+    last bag ends. per_sample_weights: a factor of each id, of the shape of input, for "sum" and "mean". padding_idx: an
+    id that bags skip. Returns (bags, C). A bag with an id outside 0..V-1 becomes NaN, and the id has no part in a
+    gradient; an empty bag is 0. sparse: as for embedding(). max_norm and scale_grad_by_freq raise
+    NotImplementedError."""
+    unsupported(max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq)
+    check_dtype("input", input, IDS)
+    check_dtype("weight", weight, FLOATS)
+    check_device("weight", weight, input)
+    if mode not in ("sum", "mean", "max"):
+        raise ValueError(f"mode: expected sum, mean or max, given {mode!r}")
+    if input.dim() != (2 if offsets is None else 1):
+        wanted = "(bags, hotness) without offsets" if offsets is None else "(count) with offsets"
+        raise ValueError(f"input: expected shape {wanted}, given {tuple(input.shape)}")
+    if weight.dim() != 2:
+        raise ValueError(f"weight: expected shape (V, C), given {tuple(weight.shape)}")
+    V = weight.shape[0]
+    if padding_idx is not None and not -V <= padding_idx < V:
+        raise ValueError(f"padding_idx: expected a row of weight, from {-V} to {V - 1}, given {padding_idx}")
+    padding = -1 if padding_idx is None else padding_idx % V
+    if offsets is not None:
+        offsets = ends_of_bags(offsets, input, include_last_offset)
+    elif include_last_offset:
+        raise ValueError("include_last_offset: expected False without offsets, given True")
+    factors = None
+    if per_sample_weights is not None:
+        check_dtype("per_sample_weights", per_sample_weights, FLOATS)
+        check_device("per_sample_weights", per_sample_weights, input)
+        if mode == "max":
+            raise ValueError("per_sample_weights: expected None with mode max, given a tensor")
+        if per_sample_weights.shape != input.shape:
+            raise ValueError(f"per_sample_weights: expected shape {tuple(input.shape)}, given "
+                             f"{tuple(per_sample_weights.shape)}")
+        factors = per_sample_weights.float()
+    return _ops.call_embedding_bag(input, weight, offsets, factors, mode, padding, sparse)[0]
+
+
+def ends_of_bags(offsets: Tensor, input: Tensor, include_last_offset: bool) -> Tensor:
+    """The offsets with the end of the last bag."""
+    check_dtype("offsets", offsets, IDS)
+    check_device("offsets", offsets, input)
+    if offsets.dim() != 1 or (include_last_offset and offsets.shape[0] == 0):
+        raise ValueError(f"offsets: expected shape (bags{' + 1' if include_last_offset else ''}), given "
+                         f"{tuple(offsets.shape)}")
+    return offsets if include_last_offset else torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
+
+
+class EmbeddingBag(torch.nn.EmbeddingBag):
+    """torch.nn.EmbeddingBag with embedding_bag() in place of torch's function. Arguments that are not supported
+    (max_norm, scale_grad_by_freq) raise NotImplementedError."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, max_norm: Optional[float] = None,
+                 norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
+                 **others: Any) -> None:
+        unsupported(max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq)
+        super().__init__(num_embeddings, embedding_dim, mode=mode, sparse=sparse, **others)
+
+    def forward(self, input: Tensor, offsets: Optional[Tensor] = None,
+                per_sample_weights: Optional[Tensor] = None) -> Tensor:
+        return embedding_bag(input, self.weight, offsets, self.max_norm, self.norm_type, self.scale_grad_by_freq,
+                             self.mode, self.sparse, per_sample_weights, self.include_last_offset, self.padding_idx)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

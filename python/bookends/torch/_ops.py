@@ -148,6 +148,91 @@ call_embedding_backward = operator(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# bags
+
+BAGS_SCHEMA = "Tensor? offsets, Tensor? factors, str mode, int padding_idx"
+
+
+def bag_options(offsets: Optional[Tensor], factors: Optional[Tensor], mode: str, padding_idx: int) -> dict[str, Any]:
+    """The arguments of the core's functions."""
+    return dict(offsets=None if offsets is None else offsets.contiguous(), mode=mode,
+                weights=None if factors is None else factors.contiguous(),
+                padding_idx=None if padding_idx < 0 else padding_idx)
+
+
+def embedding_bag(ids: Tensor, weight: Tensor, offsets: Optional[Tensor], factors: Optional[Tensor], mode: str,
+                  padding_idx: int, sparse: bool) -> tuple[Tensor, Tensor]:
+    """The bags, and with mode "max" the positions of the maxima, else nothing."""
+    rows = weight if weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1] else weight.contiguous()
+    made = bookends.embedding_bag(ids.contiguous(), rows, argmax=mode == "max",
+                                  **bag_options(offsets, factors, mode, padding_idx))
+    return made if mode == "max" else (made, ids.new_empty((0,), dtype=torch.int64))
+
+
+def embedding_bag_fake(ids: Tensor, weight: Tensor, offsets: Optional[Tensor], factors: Optional[Tensor], mode: str,
+                       padding_idx: int, sparse: bool) -> tuple[Tensor, Tensor]:
+    bags = ids.shape[0] if offsets is None else offsets.shape[0] - 1
+    out = weight.new_empty((bags, weight.shape[1]))
+    return out, ids.new_empty(out.shape if mode == "max" else (0,), dtype=torch.int64)
+
+
+def embedding_bag_backward(dout: Tensor, argmax: Tensor, ids: Tensor, weight: Tensor, offsets: Optional[Tensor],
+                           factors: Optional[Tensor], mode: str, padding_idx: int, table: bool,
+                           weights: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and of factors; empty if not wanted."""
+    made = bookends.embedding_bag_backward(
+        dout.contiguous(), ids.contiguous(), dtable=torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if table else None, rows=weight.shape[0], dweights=weights, table=weight.contiguous() if weights else None,
+        argmax=argmax if mode == "max" else None, overwrite=True, **bag_options(offsets, factors, mode, padding_idx))
+    return (made.dtable if table else dout.new_empty((0,)),
+            made.dweights if weights else dout.new_empty((0,), dtype=torch.float32))
+
+
+def embedding_bag_backward_fake(dout: Tensor, argmax: Tensor, ids: Tensor, weight: Tensor, offsets: Optional[Tensor],
+                                factors: Optional[Tensor], mode: str, padding_idx: int, table: bool,
+                                weights: bool) -> tuple[Tensor, Tensor]:
+    return (weight.new_empty(weight.shape if table else (0,)),
+            dout.new_empty(ids.shape if weights else (0,), dtype=torch.float32))
+
+
+def embedding_bag_context(ctx: Any, inputs: Any, output: Any) -> None:
+    ids, weight, offsets, factors, ctx.mode, ctx.padding_idx, ctx.sparse = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], ids, weight, offsets, factors)
+
+
+def embedding_bag_gradient(ctx: Any, dout: Optional[Tensor], of_argmax: Optional[Tensor]) -> tuple[Any, ...]:
+    if dout is None:
+        return (None,) * 7
+    argmax, ids, weight, offsets, factors = ctx.saved_tensors
+    table, weights = ctx.needs_input_grad[1], ctx.needs_input_grad[3]
+    if ctx.sparse and table:
+        if is_traced(dout):
+            raise NotImplementedError("sparse: expected False under a compiler: the gradient's size depends on the ids")
+        if torch.is_grad_enabled():
+            raise NotImplementedError("sparse: expected False where a second derivative is wanted (create_graph=True)")
+        made = bookends.embedding_bag_backward(
+            dout.contiguous(), ids.contiguous(), dtable=True, sparse=True, rows=weight.shape[0], dweights=weights,
+            table=weight.contiguous() if weights else None, argmax=argmax if ctx.mode == "max" else None,
+            **bag_options(offsets, factors, ctx.mode, ctx.padding_idx))
+        count = int(made.distinct)
+        dtable = torch.ops.aten._sparse_coo_tensor_unsafe(made.indices[:count].unsqueeze(0), made.dtable[:count],
+                                                          weight.shape, is_coalesced=True)
+        return None, dtable, None, made.dweights, None, None, None
+    dtable, dweights = call_embedding_bag_backward(dout, argmax, ids, weight, offsets, factors, ctx.mode,
+                                                   ctx.padding_idx, table, weights)
+    return None, dtable if table else None, None, dweights if weights else None, None, None, None
+
+
+call_embedding_bag = operator(
+    f"embedding_bag(Tensor ids, Tensor weight, {BAGS_SCHEMA}, bool sparse) -> (Tensor, Tensor)",
+    embedding_bag, embedding_bag_fake, embedding_bag_context, embedding_bag_gradient)
+call_embedding_bag_backward = operator(
+    f"embedding_bag_backward(Tensor dout, Tensor argmax, Tensor ids, Tensor weight, {BAGS_SCHEMA}, bool table, "
+    "bool weights) -> (Tensor, Tensor)", embedding_bag_backward, embedding_bag_backward_fake)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # cross-entropy of logits. The options are those of bk_classifier_options, in one order everywhere.
 
 OPTIONS = ("ignore_index", "label_smoothing", "softcap", "z_loss", "logit_scale")

@@ -78,7 +78,7 @@ def patch(model: Any, *, memory: Union[str, int] = "25%", tune: bool = True) -> 
     classes: list[tuple[Any, Any]] = [(module, type(module)) for module in model.modules()
                                        if isinstance(module, torch.nn.Embedding)]
     for module, _ in classes:
-        unsupported(max_norm=module.max_norm, scale_grad_by_freq=module.scale_grad_by_freq, sparse=module.sparse)
+        unsupported(max_norm=module.max_norm, scale_grad_by_freq=module.scale_grad_by_freq)
     forward = patched_forward(model, memory, tune)
     for module, old in classes:
         module.__class__ = embedding_class(old)
