@@ -75,7 +75,7 @@ ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS)),)
 endif
 
 .DEFAULT_GOAL := all
-.PHONY: all run test test-python lib install package products binaries warnings results profile sass clean help FORCE $(KERNELS)
+.PHONY: all run test test-python lib install package libraries programs binaries warnings results profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -124,9 +124,10 @@ run: all ## the main job: every version of every kernel on real text, checked an
 	    ./$$kernel all --brief --tokens dev/data/primer.bin --json $(BUILD)/run.jsonl || status=$$?; echo; \
 	done; echo "All measurements: $(BUILD)/run.jsonl"; exit $$status
 
-# The programs and the libraries, without the links at the top; and those with the programs of the tests.
-products: $(KERNELS:%=$(BUILD)/%) $(BUILD)/libbookends.a $(BUILD)/libbookends.so
-binaries: products $(BUILD)/build.json $(PROGRAMS:%=$(BUILD)/test/%)
+# The libraries and the programs, without the links at the top; and those with the programs of the tests.
+libraries: $(BUILD)/libbookends.a $(BUILD)/libbookends.so
+programs: $(KERNELS:%=$(BUILD)/%)
+binaries: libraries programs $(BUILD)/build.json $(PROGRAMS:%=$(BUILD)/test/%)
 
 test: binaries $(filter build/%,$(TEST_PYTHON)) ## the tests; TESTS="-k 'shapes or types'" passes options to pytest
 	BOOKENDS_BUILD=$(BUILD) BOOKENDS_DEVICE=$(DEVICE) SANITIZE=$(SANITIZE) CXX="$(CXX)" \

@@ -444,13 +444,15 @@ cudaError_t embedding_bag_backward3(const BagBackwardArguments<floatX, gradX> &a
     });
 }
 
-// The sums with the widest vector that the alignment allows.
+// The sums with vectors as wide as the alignment allows: 16 bytes, 4 (of 16-bit elements), or one element. (8 bytes would
+// be two more kernels for each pair of types, for rows that are seldom used.)
 template <int width, typename Source, typename Sink>
 cudaError_t group_sums_of_width(int widest, const Source &source, const Sink &sink, const BagBackwardScratch &scratch,
                                 int C, int block_size, cudaStream_t stream) {
     if constexpr (width > 1) {
         if (widest < width) {
-            return group_sums_of_width<width / 2>(widest, source, sink, scratch, C, block_size, stream);
+            constexpr int next = width > 4 ? width / 4 : 1;
+            return group_sums_of_width<next>(widest, source, sink, scratch, C, block_size, stream);
         }
     }
     return group_sums<width>(source, sink, scratch.levels, scratch.groups.N, C, block_size, stream);

@@ -179,19 +179,17 @@ static Call bag_backward_call(int bags, int hotness, int C, int V, bk_dtype dtyp
     Call call{text("bk_embedding_bag_backward version %d, %d bags of %d, C %d", version, bags, hotness, C)};
     call.refuses_pending = true;
     const int count = bags * hotness;
-    bk_bag_options options = BK_BAG_OPTIONS;
-    options.hotness = hotness;
+    bk_bag_options bags_of_hotness = BK_BAG_OPTIONS;
+    bags_of_hotness.hotness = hotness;
     void *const dtable = call.add_output((size_t)count * C * 4), *const indices = call.add_output(count * 8);
     void *const distinct = call.add_output(8), *const idx = call.add(ids(count, V, 17));
     void *const dout = call.add(numbers((size_t)bags * C, dtype, 18));
-    const size_t bytes = bk_embedding_bag_backward_workspace_bytes(count, bags, C, V, &options);
+    const size_t bytes = bk_embedding_bag_backward_workspace_bytes(count, bags, C, V, &bags_of_hotness);
     void *const workspace = call.add(std::vector<unsigned char>(bytes, 0xff));
     call.run = [=](cudaStream_t stream) {
-        bk_bag_options options = BK_BAG_OPTIONS;
-        options.hotness = hotness;
         return bk_embedding_bag_backward(dtable, (int64_t *)indices, (int64_t *)distinct, nullptr, dout, nullptr, idx,
-                                         nullptr, nullptr, workspace, count, bags, C, V, C, &options, dtype, BK_FP32, 0,
-                                         BK_INT32, version, stream);
+                                         nullptr, nullptr, workspace, count, bags, C, V, C, &bags_of_hotness, dtype, BK_FP32,
+                                         0, BK_INT32, version, stream);
     };
     return call;
 }
