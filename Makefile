@@ -1,7 +1,7 @@
 # Bookends: `make` builds, `make run` races, `make test` proves; `make help` lists the rest.
 # Nothing to configure: with nvcc and a GPU it builds for that GPU, otherwise for the CPU with the C++ compiler alone.
 
-KERNELS := encoder_forward encoder_backward embedding_lookup embedding_lookup_backward classifier_fused lm_head
+KERNELS := encoder_forward encoder_backward embedding_lookup embedding_lookup_backward embedding_update classifier_fused lm_head
 PROGRAMS := $(basename $(notdir $(wildcard dev/test/*.cu)))
 HEADERS := $(wildcard *.h parts/*.h dev/harness/*.h dev/lib/*.h dev/test/*.h)
 VERSION := $(shell awk '$$2 == "BK_VERSION" { printf "%d.%d.%d", $$3 / 10000, $$3 / 100 % 100, $$3 % 100 }' dev/lib/bookends.h)

@@ -23,9 +23,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FAMILIES = {"encoder_forward": "encoder_forward.cu", "encoder_backward": "encoder_backward.cu",
             "embedding_lookup": "embedding_lookup.cu", "embedding_bag": "embedding_lookup.cu",
             "embedding_bag_backward": "embedding_lookup_backward.cu",
+            "embedding_overwrite": "embedding_update.cu", "embedding_accumulate": "embedding_update.cu",
+            "embedding_optimizer": "embedding_update.cu",
             "classifier_fused": "classifier_fused.cu", "lm_head": "lm_head.cu"}
 PLANS = ("lm_head_create", "lm_head_destroy", "lm_head_tune")  # functions that the launchers of lm_head need
-TYPES = ("floatX", "gradX", "outX")  # template parameters of launchers
+TYPES = ("floatX", "gradX", "outX", "valueX")  # template parameters of launchers
 CPP_TYPES = {"fp32": "float", "fp16": "half", "bf16": "__nv_bfloat16"}
 
 TOKEN = re.compile(r'''//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'|[A-Za-z_]\w*|\d[\w.']*|\n|[^\s\w]|[ \t]+''',
@@ -236,6 +238,10 @@ def extract(family, version, fallback):
     # The size of the workspace, if the launcher lays one out; and the contract of all launchers.
     laid_out = {name for d in kept for name in d.names if name.startswith("lay_out")}
     keep([n for d in declarations if d.uses & laid_out for n in d.names if n.endswith("_workspace_bytes")])
+    for declaration in defined.get(family + "_workspace_bytes", []):
+        needed = [d for name in declaration.uses for d in defined.get(name, []) if d is not declaration]
+        if all(d in kept for d in needed):
+            kept.add(declaration)
     if family != "lm_head":  # its contract is at LmHeadArguments
         before = declarations[:declarations.index(defined[launcher][0])]
         kept.add([d for d in before if d.text.startswith("// Every launcher")][-1])

@@ -70,6 +70,19 @@ embedding_lookup_backward -v 1000000 --dtype fp16 --grad-dtype fp32 --tokens zip
 embedding_lookup_backward -v 1000000 --sparse --tokens one
 embedding_lookup_backward -v 1000000 --bag mean --hotness 0..64 --weights --dweights --index int64 --sparse
 embedding_lookup_backward -v 1000000 --bag max --sparse
+embedding_update -v 10000000 --dtype fp32
+embedding_update -v 10000000 --dtype fp32 --distinct
+embedding_update -v 100000 --dtype fp32 --tokens zipf
+embedding_update -v 10000000 -c 128 --value-dtype fp32 --index int64
+embedding_update -v 100000 --dtype fp32 --op accumulate --tokens zipf
+embedding_update -v 10000000 --dtype fp32 --op accumulate
+embedding_update -v 10000000 --dtype fp32 --op accumulate --distinct
+embedding_update -v 100000 --op accumulate --value-dtype fp32 --tokens zipf --rounding stochastic
+embedding_update -v 10000000 --dtype fp32 --op sgd
+embedding_update -v 10000000 --dtype fp32 --op rowwise-adagrad
+embedding_update -v 10000000 -c 128 --op rowwise-adagrad --value-dtype fp32
+embedding_update -v 1000000 --dtype fp32 --op adam
+embedding_update -v 1000000 --dtype fp32 --op rowwise-adam
 classifier_fused -b 8
 classifier_fused -v 32000
 classifier_fused -b 4 -v 128256
@@ -131,6 +144,14 @@ embedding_lookup -b 1 -t 40 -c 33 --bag max --hotness 0..3000 --tables 3 -v 1000
 embedding_lookup_backward -b 2 --tokens zipf --sparse --index int64
 embedding_lookup_backward -b 1 -t 333 -c 129 -v 1000 --bag mean --hotness 0..40 --weights --dweights --padding-idx 3
 embedding_lookup_backward -b 1 -t 40 -c 33 -v 300 --bag max --hotness 0..1000 --tables 3 --overwrite
+embedding_update -b 4 --tokens zipf --index int64
+embedding_update -b 1 -t 333 -c 769 --stride 800 --value-dtype fp32
+embedding_update -b 2 --op accumulate --tokens padded --scale 0.3 -v 1000
+embedding_update -b 1 -t 900 -c 129 --op accumulate --rounding stochastic -v 100
+embedding_update -b 2 --op sgd --rounding stochastic --weight-decay 0.1
+embedding_update -b 2 -c 100 --op rowwise-adagrad --value-dtype fp32 --weight-decay 0.1
+embedding_update -b 2 -c 33 --op adam --stride 40
+embedding_update -b 2 --op rowwise-adam --index int64
 classifier_fused -b 2 --logits peaked --lse
 classifier_fused -b 5 -t 33 -v 1003 -p 1003 --output other --probs --accuracy --label-smoothing 0.1
 classifier_fused -b 1 -t 64 -v 300001 --softcap 30 --z-loss 0.0001 --ignore-every 3
@@ -152,6 +173,9 @@ embedding_lookup -b 3 -t 5 -c 33 -v 100 --bag sum --hotness 0..20 --weights
 embedding_lookup -b 1 -t 5 -c 24 -v 100 --bag max --hotness 0..1200 --tables 2
 embedding_lookup_backward -b 2 -t 17 -c 24 -v 20 --hotness 0..30 --bag mean --weights --dweights
 embedding_lookup_backward -b 1 -t 50 -c 33 -v 5 --bag max --sparse
+embedding_update -b 3 -t 17 -c 264 -v 20
+embedding_update -b 3 -t 17 -c 33 -v 20 --op accumulate
+embedding_update -b 3 -t 17 -c 264 -v 100 --op rowwise-adam --weight-decay 0.1
 classifier_fused -b 3 -t 17 -v 1003 -p 1005 --probs --accuracy --label-smoothing 0.1 --ignore-every 4
 '
 # The same where bulk copies bring data and mbarriers say so, which racecheck takes for races, in the plainest ring too;
@@ -171,7 +195,7 @@ quietly() {  # COMMAND...: prints what it says only if it fails, and ends the sh
 }
 export -f quietly
 mkdir -p "$dir"
-for kernel in ${KERNELS:-encoder_forward encoder_backward embedding_lookup embedding_lookup_backward classifier_fused lm_head}; do
+for kernel in ${KERNELS:-encoder_forward encoder_backward embedding_lookup embedding_lookup_backward embedding_update classifier_fused lm_head}; do
     each $kernel "$checks" | while read -r _ options; do quietly ./$kernel all --check $options; done
     if [ -n "${SANITIZERS:-}" ]; then
         for tool in memcheck synccheck racecheck initcheck; do

@@ -48,6 +48,9 @@ LADDERS = [
     Ladder("embedding_bag", "embedding_lookup", "B64 T1024 C128 V1000000 fp16 uniform bag=sum hotness=32"),
     Ladder("embedding_bag_backward", "embedding_lookup_backward",
            "B8 T1024 C128 V10000000 fp16 zipf grad_dtype=fp32 hotness=32 sparse"),
+    Ladder("embedding_overwrite", "embedding_update", "B64 T1024 C256 V10000000 fp32 uniform"),
+    Ladder("embedding_accumulate", "embedding_update", "B64 T1024 C256 V100000 fp32 zipf op=accumulate"),
+    Ladder("embedding_optimizer", "embedding_update", "B64 T1024 C256 V10000000 fp32 uniform op=rowwise-adagrad"),
     Ladder("classifier_fused", "classifier_fused", "B8 T1024 V50257 P50304 bf16 uniform"),
     Ladder("lm_head", "lm_head", "B8 T1024 C2048 V128256 bf16 uniform"),
 ]
@@ -57,7 +60,8 @@ KERNELS = list(dict.fromkeys(ladder.kernel for ladder in LADDERS))
 # Options that only some kernels have, and the values that go without saying.
 DEFAULTS = {"no_positions": False, "grad_dtype": "same", "overwrite": False, "rounding": "nearest",
             "bag": "concat", "out_dtype": "same", "index": "int32", "weights": False, "stride": 0, "padding_idx": -1,
-            "tables": 1, "hotness": "1", "sparse": False, "dweights": False, "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
+            "tables": 1, "hotness": "1", "sparse": False, "dweights": False, "op": "overwrite", "value_dtype": "same",
+            "distinct": False, "scale": 1, "weight_decay": 0, "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
             "label_smoothing": 0, "z_loss": 0, "softcap": 0, "logit_scale": 1, "ignore_every": 0,
             "gradients": "both", "forward": False, "bias": False, "tf32": False, "memory": "25%", "sweep": "none",
             "graph": False, "spread": 2}

@@ -87,8 +87,10 @@ int bk_encoder_forward(void *out, const int32_t *inp, const void *wte, const voi
 /* Flags of outputs. Without a flag, gradients of weights are added to and everything else is written. */
 enum {
     BK_OVERWRITE = 1,  /* bk_encoder_backward: sums are written; rows that no id asks for become zero */
-    BK_STOCHASTIC = 2, /* bk_encoder_backward: 16-bit results are rounded up or down at random, right on average */
-    BK_ADD_LOSSES = 4  /* bk_classifier_options.flags: losses are added to, for gradient accumulation */
+    BK_STOCHASTIC = 2, /* bk_encoder_backward, bk_embedding_update (accumulate) and bk_embedding_optimizer: 16-bit
+                          results are rounded up or down at random, right on average */
+    BK_ADD_LOSSES = 4, /* bk_classifier_options.flags: losses are added to, for gradient accumulation */
+    BK_DISTINCT = 8    /* bk_embedding_update: the caller promises that all good indices differ */
 };
 
 /* Bytes of workspace that bk_encoder_backward needs with that version. 0 for versions 1 to 3, for no positions, and for
@@ -243,6 +245,95 @@ size_t bk_embedding_transpose_workspace_bytes(int64_t count, int64_t rows);
 int bk_embedding_transpose(int64_t *indices, int32_t *begin, int32_t *positions, int32_t *group, int64_t *distinct,
                            const void *idx, int64_t *status, void *workspace, int64_t count, int64_t rows,
                            bk_index_type index_type, bk_stream stream);
+
+/* What bk_embedding_update does with a row. */
+typedef enum { BK_UPDATE_OVERWRITE = 0, BK_UPDATE_ACCUMULATE = 1 } bk_update_op;
+
+/* Bytes of workspace that bk_embedding_update needs with that op, flags and version. 0 with BK_DISTINCT, for no indices
+ * and for arguments that bk_embedding_update refuses. Overwrite: 8 to 16 for each index from version 2 on.
+ * Accumulate: about 40 for each index (48 if rows is 2^32 or more) and 4*C for each 16 indices with version 4; 0 with
+ * versions 1 to 3. */
+size_t bk_embedding_update_workspace_bytes(int64_t count, int C, int64_t rows, bk_update_op op, int flags, int version);
+
+/* Update of table rows in place:
+ *   BK_UPDATE_OVERWRITE    table[idx[i],:] = values[i,:]; of equal indices, the last one wins
+ *   BK_UPDATE_ACCUMULATE   table[idx[i],:] += scale * values[i,:]; equal indices add up
+ *
+ *   table        (rows, C) of dtype; updated; row r begins at element r * stride; may be null if rows is 0. Rows
+ *                without an index, and the elements between two rows, are not accessed.
+ *   idx          (count) row numbers of index_type in 0..rows-1
+ *   values       (count, C) of value_dtype
+ *   status       the status word, or null. A bad index updates nothing, and the word is lowered to its position.
+ *   workspace    of bk_embedding_update_workspace_bytes(), aligned to 256 bytes; may be null where that is 0
+ *   count        at most 2^31-1, else BK_ERROR_SHAPE
+ *   stride       elements from row to row; at least C, else BK_ERROR_SHAPE
+ *   scale        finite, else BK_ERROR_OPTIONS; no effect on overwrite
+ *   value_dtype  dtype or BK_FP32; with dtype BK_FP32 any
+ *   flags        BK_DISTINCT: the caller promises that all good indices differ, and no time goes into finding equal
+ *                ones. (If some are equal nevertheless, their rows hold any mixture of the results.) Accumulate also:
+ *                BK_STOCHASTIC, see bk_encoder_backward
+ *   seed         of BK_STOCHASTIC
+ *
+ * Overwrite converts by rounding to nearest, and keeps all bits within one type. Accumulate forms float sums. Versions
+ * 1 and 4, and all versions with BK_DISTINCT, round old value + sum once and give the same bits each time. Versions 2
+ * and 3 add by atomics otherwise: in any order, rounding at each addition; they refuse BK_STOCHASTIC with a 16-bit
+ * table (BK_ERROR_UNSUPPORTED). Version 1 of both takes time by the square of count. Accumulate's version 4 calls CUB:
+ * without BK_DISTINCT, it returns a pending CUDA error and does nothing. The arrays must not overlap. */
+int bk_embedding_update(void *table, const void *idx, const void *values, int64_t *status, void *workspace,
+                        int64_t count, int C, int64_t rows, int64_t stride, bk_update_op op, float scale,
+                        bk_dtype dtype, bk_dtype value_dtype, int flags, uint64_t seed, bk_index_type index_type,
+                        int version, bk_stream stream);
+
+/* Optimizers for sparse gradients. w: an element of the table; g: its gradient; t: the number of the step; mean(): over
+ * the row.
+ *
+ *   BK_SGD              w -= learning_rate * (g + weight_decay * w)
+ *   BK_ROWWISE_ADAGRAD  g += weight_decay * w;  s += mean(g^2);  w -= learning_rate * g / (sqrt(s) + eps)
+ *   BK_ADAM             m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g^2
+ *                       w -= learning_rate * (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w)
+ *   BK_ROWWISE_ADAM     BK_ADAM with v = beta2 * v + (1 - beta2) * mean(g^2), one v per row
+ *
+ * The last three are FBGEMM's EXACT_ROWWISE_ADAGRAD, ADAM and PARTIAL_ROWWISE_ADAM. torch.optim.Adagrad has one s per
+ * element. torch.optim.SparseAdam adds eps before the bias correction: its eps is eps * sqrt(1 - beta2^t) here. */
+typedef enum { BK_SGD = 0, BK_ROWWISE_ADAGRAD = 1, BK_ADAM = 2, BK_ROWWISE_ADAM = 3 } bk_optimizer_kind;
+
+/* Options of bk_embedding_optimizer. Start from BK_OPTIMIZER_OPTIONS, the defaults, and set fields by name. */
+typedef struct {
+    int32_t kind;               /* a bk_optimizer_kind */
+    int32_t flags;              /* BK_STOCHASTIC or 0, for the table; states are float */
+    float learning_rate;        /* finite */
+    float eps;                  /* finite, 0 or more; not for SGD */
+    float weight_decay;         /* finite, 0 or more */
+    double beta1, beta2;        /* from 0 to below 1; for Adam */
+    int64_t step;               /* t, from 1 on; for Adam. The caller counts. */
+    const int64_t *device_step; /* t in device memory, read when the kernel runs, so that the replays of a CUDA graph
+                                   can have different ones; null: step */
+    uint64_t seed;              /* of BK_STOCHASTIC; take another one in each step */
+    int32_t reserved[6];        /* 0, else BK_ERROR_OPTIONS */
+} bk_optimizer_options;
+
+#define BK_OPTIMIZER_OPTIONS {BK_SGD, 0, 0.01f, 1e-8f, 0, 0.9, 0.999, 1, NULL, 0, {0}}
+
+/* One step of an optimizer, in one launch, for the rows of a sparse gradient, such as bk_embedding_bag_backward writes
+ * (its indices, dtable and distinct are idx with BK_INT64, gradients and device_count here).
+ *
+ *   table         (rows, C) of dtype, with its stride; updated: formed in float, rounded once
+ *   first         (rows, C) float, m of BK_ADAM and BK_ROWWISE_ADAM; updated; null for the others. 0 before step 1
+ *   second        float; updated; null for BK_SGD. BK_ADAM: v (rows, C). BK_ROWWISE_ADAM: v (rows).
+ *                 BK_ROWWISE_ADAGRAD: s (rows)
+ *   idx           (count) row numbers; all good ones must differ, else their rows hold any mixture of the results
+ *   gradients     (count, C) of grad_dtype: dtype or BK_FP32; with dtype BK_FP32 any
+ *   device_count  the number of rows of the gradient, read when the kernel runs, limited to count; null: count
+ *   status        the status word, or null. A bad index updates nothing, and the word is lowered to its position.
+ *   count         at most 2^31-1, else BK_ERROR_SHAPE
+ *   options       may not be null
+ *
+ * Rows without a gradient, and their states, are not accessed: no decay applies to them. The same bits each time. The
+ * arrays must not overlap. The other arguments are those of bk_embedding_update. */
+int bk_embedding_optimizer(void *table, float *first, float *second, const void *idx, const void *gradients,
+                           const int64_t *device_count, int64_t *status, int64_t count, int C, int64_t rows,
+                           int64_t stride, const bk_optimizer_options *options, bk_dtype dtype, bk_dtype grad_dtype,
+                           bk_index_type index_type, int version, bk_stream stream);
 
 /* Options of the classifier and of the LM head. Start from BK_CLASSIFIER_OPTIONS, the defaults, and set fields by name.
  * A null pointer to options means the defaults. Later versions use the reserved fields; 0 there is the present

@@ -30,7 +30,7 @@ needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
 OK, ERROR_NULL, ERROR_SHAPE, ERROR_DTYPE, ERROR_VERSION, ERROR_CUDA = 0, 1, 2, 3, 4, 1000
 ERROR_UNSUPPORTED, ERROR_FLAGS, ERROR_OPTIONS, ERROR_MEMORY, ERROR_NOT_NULL, ERROR_ALIGNMENT = 5, 6, 7, 8, 9, 10
 ERROR_TUNING = 11
-OVERWRITE, STOCHASTIC, ADD_LOSSES = 1, 2, 4  # flags
+OVERWRITE, STOCHASTIC, ADD_LOSSES, DISTINCT = 1, 2, 4, 8  # flags
 WANT_DX, WANT_DW, WANT_DBIAS, HAS_BIAS, TF32 = 1, 2, 4, 8, 16  # those of bk_lm_head_create
 INT_MIN, INT_MAX = -2**31, 2**31 - 1
 
@@ -245,6 +245,11 @@ def library():
                  *[integer] * 5, pointer),
                 ("bk_embedding_transpose_workspace_bytes", ctypes.c_size_t, *[long] * 2),
                 ("bk_embedding_transpose", integer, *[pointer] * 8, *[long] * 2, integer, pointer),
+                ("bk_embedding_update_workspace_bytes", ctypes.c_size_t, long, integer, long, *[integer] * 3),
+                ("bk_embedding_update", integer, *[pointer] * 5, long, integer, *[long] * 2, integer, ctypes.c_float,
+                 *[integer] * 3, ctypes.c_uint64, *[integer] * 2, pointer),
+                ("bk_embedding_optimizer", integer, *[pointer] * 7, long, integer, *[long] * 2, pointer,
+                 *[integer] * 4, pointer),
                 ("bk_classifier_fused", integer, *[pointer] * 9, *[integer] * 3, pointer, *[integer] * 2, pointer),
                 ("bk_classifier_totals", integer, *[pointer] * 4, *[integer] * 2, pointer),
                 ("bk_scale", integer, pointer, pointer, ctypes.c_int64, integer, pointer),
@@ -380,6 +385,46 @@ def embedding_transpose(indices, begin, positions, group, distinct, idx, status,
     """bk_embedding_transpose, in the same way."""
     code = _call("bk_embedding_transpose", (indices, begin, positions, group, distinct, idx, status, workspace), count,
                  rows, index_type(idx), stream)
+    return code, _word(status, stream)
+
+
+OVERWRITE_ROWS, ACCUMULATE = 0, 1  # bk_update_op
+
+
+def embedding_update_workspace_bytes(count, C, rows, op, flags=0, version=0):
+    return library().bk_embedding_update_workspace_bytes(count, C, rows, op, flags, version)
+
+
+def embedding_update(table, idx, values, status, workspace, count, C, rows, stride, op, dtype, value_dtype, scale=1.0,
+                     flags=0, seed=0, version=0, stream=None):
+    """bk_embedding_update, in the same way."""
+    code = _call("bk_embedding_update", (table, idx, values, status, workspace), count, C, rows, stride, op, scale,
+                 dtype, value_dtype, flags, seed, index_type(idx), version, stream)
+    return code, _word(status, stream)
+
+
+SGD, ROWWISE_ADAGRAD, ADAM, ROWWISE_ADAM = 0, 1, 2, 3  # bk_optimizer_kind
+
+
+class OptimizerOptions(ctypes.Structure):
+    """bk_optimizer_options, with its defaults; device_step is an Array."""
+    _fields_ = [("kind", ctypes.c_int32), ("flags", ctypes.c_int32),
+                *[(name, ctypes.c_float) for name in ("learning_rate", "eps", "weight_decay")],
+                ("beta1", ctypes.c_double), ("beta2", ctypes.c_double), ("step", ctypes.c_int64),
+                ("device_step", ctypes.c_void_p), ("seed", ctypes.c_uint64), ("reserved", ctypes.c_int32 * 6)]
+
+    def __init__(self, kind=SGD, flags=0, learning_rate=0.01, eps=1e-8, weight_decay=0, beta1=0.9, beta2=0.999, step=1,
+                 device_step=None, seed=0):
+        super().__init__(kind, flags, learning_rate, eps, weight_decay, beta1, beta2, step,
+                         device_step and device_step.pointer, seed)
+        self.keeps = device_step
+
+
+def embedding_optimizer(table, first, second, idx, gradients, device_count, status, count, C, rows, stride, options,
+                        dtype, grad_dtype, version=0, stream=None):
+    """bk_embedding_optimizer, in the same way; options: OptimizerOptions or None."""
+    code = _call("bk_embedding_optimizer", (table, first, second, idx, gradients, device_count, status), count, C, rows,
+                 stride, _reference(options), dtype, grad_dtype, index_type(idx), version, stream)
     return code, _word(status, stream)
 
 

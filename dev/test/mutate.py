@@ -55,6 +55,7 @@ FAMILIES = {
                                "embedding_lookup and not backward"),
     "embedding_lookup_backward": Family(["embedding_lookup_backward", "test/launchers_embedding_lookup_backward"],
                                         "embedding_lookup_backward"),
+    "embedding_update": Family(["embedding_update", "test/launchers_embedding_update"], "embedding_update"),
     "classifier_fused": Family(["classifier_fused", "test/launchers_classifier_fused"], "classifier_fused"),
     "lm_head": Family(["lm_head", "classifier_fused", "test/launchers_lm_head"], "lm_head"),
 }

@@ -18,6 +18,8 @@ PARTS = {"classifier_fused.cu": {"parts/classifier.h", "parts/hopper.h", "parts/
          "encoder_backward.cu": {"parts/group_positions.h", "parts/launch.h", "parts/rows.h"},
          "embedding_lookup.cu": {"parts/embedding_table.h"},
          "embedding_lookup_backward.cu": {"parts/embedding_table.h", "parts/group_sums.h"},
+         "embedding_update.cu": {"parts/embedding_table.h", "parts/group_sums.h", "parts/last_positions.h",
+                                 "parts/launch.h", "parts/sparse_optimizers.h"},
          "encoder_forward.cu": set(),
          "lm_head.cu": {"parts/classifier.h", "parts/gemm.h", "parts/launch.h", "parts/lm_head_gemms.h",
                         "parts/lm_head_plan.h", "parts/lm_head_product.h"}}
@@ -165,7 +167,8 @@ MADE_FROM = {name: {name[:-3], *[other[:-3] for other in MADE_OF_OTHERS & set(KE
     ("parts/hopper.h", HOPPER),
     *[("parts/%s.h" % part, {"libbookends.so", "lm_head", *objects("lm_head")})
       for part in ("gemm", "lm_head_gemms", "lm_head_plan", "lm_head_product")],
-    ("parts/launch.h", HOPPER | {"encoder_backward", *objects("encoder_backward")}),
+    ("parts/launch.h", HOPPER | {"encoder_backward", "embedding_update",
+                                 *objects("encoder_backward", "embedding_update")}),
     ("dev/harness/harness.h", OBJECTS | BINARIES),
     ("dev/harness/progress.h", OBJECTS | BINARIES),
     ("dev/harness/classifier_options.h", {name for kernel in CLASSIFIERS for name in (kernel, kernel + ".o")}),
@@ -367,6 +370,8 @@ def test_each_kernel_is_in_one_object(built):
         names = subprocess.run(["nm", "-C", "--defined-only", str(path)], stdout=subprocess.PIPE, check=True,
                                universal_newlines=True).stdout
         for name in {line.split(None, 2)[2] for line in names.splitlines() if "_kernel" in line}:
+            if "sorted_groups_" in name:  # of parts/, which several files include
+                continue
             assert name not in seen, (name, path.name, seen[name])
             seen[name] = path.name
     assert set(seen.values()) == {name + ".o" for name in (*kernel_names(), "scale")}
@@ -515,7 +520,7 @@ __device__ inline float warpReduceSum(float value) { return value; }
 """
 
 # The tables of versions with another name than the file.
-TABLES = {"embedding_lookup_backward.cu": "embedding_bag_backward"}
+TABLES = {"embedding_lookup_backward.cu": "embedding_bag_backward", "embedding_update.cu": "embedding_overwrite"}
 
 # Every launcher is instantiated, by way of the table that holds it.
 USES_ALL = """
@@ -572,6 +577,8 @@ def test_kernel_files_include_no_other(name):
         of_harness.add('"dev/harness/classifier_options.h"')
     if name in BAGS:
         of_harness.add('"dev/harness/bags.h"')
+    if name == "embedding_update.cu":
+        of_harness.add('"dev/harness/updates.h"')
     assert set(own) - {'"%s"' % kernel for kernel in kernels} == {'"common.h"'} | of_harness | parts
     text = (ROOT / name).read_text()
     assert text.index("BOOKENDS_NO_MAIN") < text.index('"dev/harness/') < text.index("int main(")
@@ -585,15 +592,18 @@ def test_common_stands_alone():
     assert "#include <cuda/ptx>" not in text
 
 
+FAMILY_HEADERS = {"bags.h", "updates.h"}
+
+
 def test_the_harness_stands_alone():
-    """Its headers include common.h and each other only; that of the bags, also their types."""
+    """Its headers include common.h and each other only; those of some families, also their types."""
     headers = {path.name for path in (ROOT / "dev/harness").iterdir()}
     for name in headers:
         own = {include.strip('"') for include in includes(ROOT / "dev/harness" / name) if include.startswith('"')}
-        types = {"../../parts/embedding_table.h"} if name == "bags.h" else set()
+        types = {"../../parts/embedding_table.h"} if name in FAMILY_HEADERS else set()
         assert own <= headers | {"../../common.h"} | types, name
     own = {include.strip('"') for include in includes(ROOT / "dev/harness/harness.h") if include.startswith('"')}
-    assert own == headers - {"harness.h", "classifier_options.h", "bags.h"} | {"../../common.h"}
+    assert own == headers - {"harness.h", "classifier_options.h", *FAMILY_HEADERS} | {"../../common.h"}
 
 
 def test_the_makefile_knows_every_kernel():

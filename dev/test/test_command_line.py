@@ -436,7 +436,7 @@ def test_bad_options(arguments, words):
 
 
 @pytest.mark.parametrize("program", ["encoder_forward", "encoder_backward", "classifier_fused", "lm_head",
-                                     "embedding_lookup", "embedding_lookup_backward"])
+                                     "embedding_lookup", "embedding_lookup_backward", "embedding_update"])
 def test_every_option_refuses_bad_values(program, tmp_path):
     """By one line that names the option, and nothing done: the values are no number, type, file or folder."""
     listed = re.findall(r"^  (--?[\w-]+)(?: ([A-Z]+))?(?: \| (--\w+))? ", bookends.run(program, "--help").stdout, re.M)

@@ -17,7 +17,8 @@ SCRIPT = ROOT / "scripts" / "extract.py"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
 VERSIONS = {"encoder_forward": range(1, 6), "encoder_backward": range(1, 8), "embedding_lookup": range(1, 6),
-            "embedding_bag": range(1, 5), "embedding_bag_backward": range(1, 5), "classifier_fused": range(1, 6),
+            "embedding_bag": range(1, 5), "embedding_bag_backward": range(1, 5), "embedding_overwrite": range(1, 6),
+            "embedding_accumulate": range(1, 5), "embedding_optimizer": range(1, 4), "classifier_fused": range(1, 6),
             "lm_head": range(1, 7)}
 # The call of a version's plain function, by the names that DRIVER gives the arguments.
 CALLS = {
@@ -29,8 +30,15 @@ CALLS = {
     "embedding_bag_backward": "{wte, nullptr, nullptr, nullptr, out, nullptr, {nullptr, V, C}, {{ids, false}, "
                               "(long long)B * T, B, {}, T, nullptr, -1, {}, nullptr, 1}, C, true, status, "
                               "(char *)workspace}, block, stream",
+    "embedding_overwrite": "{{wte, V, C}, {ids, false}, out, (long long)B * T, C, false, 1, false, 0, status, "
+                           "(char *)workspace}, block, stream",
+    "embedding_accumulate": "{{wte, V, C}, {ids, false}, out, (long long)B * T, C, false, 1, false, 0, status, "
+                            "(char *)workspace}, block, stream",
+    "embedding_optimizer": "{{{}, 0.1f, 0, 0, {}, {}, 1, nullptr, nullptr, nullptr}, {wte, V, C}, {ids, false}, out, "
+                           "(long long)B * T, nullptr, C, false, 0, status}, block, stream",
     "classifier_fused": "out, losses, nullptr, nullptr, nullptr, out, ids, nullptr, status, B, V, C, {}, block, stream",
 }
+UPDATE_OPS = {"embedding_overwrite": bookends.OVERWRITE_ROWS, "embedding_accumulate": bookends.ACCUMULATE}
 DRIVER = """#include "%(family)s%(version)d.cuh"
 extern "C" int %(family)s%(version)d_call(__nv_bfloat16 *out, const int *ids, __nv_bfloat16 *wte, __nv_bfloat16 *wpe,
                                           float *losses, void *workspace, int B, int T, int C, int V) {
@@ -129,11 +137,13 @@ def test_extracted_versions_give_the_bits_of_the_library(tmp_path_factory, famil
     rng = np.random.default_rng(B)
     rows, columns = (B * T, C) if family != "classifier_fused" else (B, C)
     out_bits = bookends.to_bits(rng.standard_normal((rows, columns)), BF16)
-    ids = rng.integers(0, V, B * T).astype(np.int32)
+    distinct = family == "embedding_optimizer"
+    ids = (rng.permutation(V)[:B * T] if distinct else rng.integers(0, V, B * T)).astype(np.int32)
     small = family == "classifier_fused"
     tables = [bookends.to_bits(rng.standard_normal(1 if small else n * C), BF16) for n in (V, T)]
     for version in VERSIONS[family]:
-        if version == 1 and "backward" in family or (family, version) == ("encoder_backward", 3):
+        if (version == 1 and "backward" in family or (family, version) == ("encoder_backward", 3) or
+                (family == "embedding_accumulate" and version in (2, 3))):
             continue  # atomics: other bits each time; they are compiled
         results = []
         for ours in (True, False):
@@ -144,6 +154,8 @@ def test_extracted_versions_give_the_bits_of_the_library(tmp_path_factory, famil
             size = 16
             if family == "encoder_backward":
                 size += bookends.encoder_backward_workspace_bytes(B, T, C, V, version)
+            elif family in UPDATE_OPS:
+                size += bookends.embedding_update_workspace_bytes(B * T, C, V, UPDATE_OPS[family], 0, version)
             elif family == "embedding_bag_backward":
                 size += bookends.embedding_bag_backward_workspace_bytes(B * T, B, C, V, options)
             workspace = Array(size, np.uint8)
@@ -160,6 +172,13 @@ def test_extracted_versions_give_the_bits_of_the_library(tmp_path_factory, famil
             elif family == "embedding_bag":
                 code, _ = bookends.embedding_bag(out, None, inp, wte, None, B * T, B, C, V, C,
                                                  options, BF16, BF16, version)
+            elif family in UPDATE_OPS:
+                code, _ = bookends.embedding_update(wte, inp, out, None, workspace, B * T, C, V, C, UPDATE_OPS[family],
+                                                    BF16, BF16, version=version)
+            elif family == "embedding_optimizer":
+                code, _ = bookends.embedding_optimizer(wte, None, None, inp, out, None, None, B * T, C, V, C,
+                                                       bookends.OptimizerOptions(learning_rate=0.1), BF16, BF16,
+                                                       version)
             elif family == "embedding_bag_backward":
                 code, _ = bookends.embedding_bag_backward(wte, None, None, None, out, None, inp, None, None, workspace,
                                                           B * T, B, C, V, C, options, BF16, BF16, bookends.OVERWRITE,
@@ -227,7 +246,8 @@ def test_nvcc_compiles_the_extracted_versions(tmp_path, family):
 
 
 def test_no_fallback_leaves_the_other_versions_out(tmp_path):
-    for family in ("encoder_forward", "encoder_backward", "embedding_lookup", "embedding_bag"):
+    for family in ("encoder_forward", "encoder_backward", "embedding_lookup", "embedding_bag", "embedding_overwrite",
+                   "embedding_accumulate", "embedding_optimizer"):
         source = write_sources(tmp_path, family, "--no-fallback")
         for version in VERSIONS[family]:
             text = (tmp_path / ("%s%d.cuh" % (family, version))).read_text()

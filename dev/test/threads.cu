@@ -80,6 +80,16 @@ static std::vector<unsigned char> ids(size_t count, int V, uint32_t seed) {
     return bytes;
 }
 
+// The ids N-1 to 0.
+static std::vector<unsigned char> distinct_ids(int N) {
+    std::vector<unsigned char> bytes(N * 4);
+    for (int32_t i = 0; i < N; i++) {
+        const int32_t id = N - 1 - i;
+        memcpy(&bytes[4 * i], &id, 4);
+    }
+    return bytes;
+}
+
 // A call of the library with memory for its own use, and the bits of its results when one thread makes it.
 struct Call {
     std::string name;
@@ -194,6 +204,33 @@ static Call bag_backward_call(int bags, int hotness, int C, int V, bk_dtype dtyp
     return call;
 }
 
+static Call update_call(int N, int C, int V, bk_dtype dtype, bk_update_op op, int version) {
+    Call call{text("bk_embedding_update op %d version %d, N %d, C %d", op, version, N, C)};
+    call.refuses_pending = op == BK_UPDATE_ACCUMULATE;
+    void *const table = call.add_output((size_t)V * C * size_of(dtype)), *const idx = call.add(ids(N, V, 19));
+    void *const values = call.add(numbers((size_t)N * C, BK_FP32, 20));
+    const size_t bytes = bk_embedding_update_workspace_bytes(N, C, V, op, 0, version);
+    void *const workspace = call.add(std::vector<unsigned char>(bytes, 0xff));
+    call.run = [=](cudaStream_t stream) {
+        return bk_embedding_update(table, idx, values, nullptr, workspace, N, C, V, C, op, 0.5f, dtype, BK_FP32, 0, 0,
+                                   BK_INT32, version, stream);
+    };
+    return call;
+}
+
+static Call optimizer_call(int N, int C, bk_dtype dtype, int version) {
+    Call call{text("bk_embedding_optimizer version %d, N %d, C %d", version, N, C)};
+    void *const table = call.add_output((size_t)N * C * size_of(dtype)), *const idx = call.add(distinct_ids(N));
+    void *const gradients = call.add(numbers((size_t)N * C, BK_FP32, 21)), *const state = call.add_output(N * 4);
+    call.run = [=](cudaStream_t stream) {
+        bk_optimizer_options options = BK_OPTIMIZER_OPTIONS;
+        options.kind = BK_ROWWISE_ADAGRAD;
+        return bk_embedding_optimizer(table, nullptr, (float *)state, idx, gradients, nullptr, nullptr, N, C, N, C,
+                                      &options, dtype, BK_FP32, BK_INT32, version, stream);
+    };
+    return call;
+}
+
 static Call classifier_call(int N, int V, bk_dtype dtype, int version) {
     Call call{text("bk_classifier_fused version %d, N %d, V %d", version, N, V)};
     void *const dlogits = call.add_output((size_t)N * V * size_of(dtype)), *const losses = call.add_output(N * 4);
@@ -250,6 +287,9 @@ static std::vector<Call> calls_of(int thread) {
     calls.push_back(lookup_call(16 << thread, 24 + 8 * thread, 1000, dtype, thread < 3 ? 0 : 3));
     calls.push_back(bag_call(2 << thread, 3 + 300 * thread, 24 + 8 * thread, 1000, dtype, thread < 3 ? 0 : 2));
     calls.push_back(bag_backward_call(8 << thread, 7, 24 + 8 * thread, 100, dtype, thread < 3 ? 0 : 2));
+    calls.push_back(update_call(30 << thread, 24 + 8 * thread, 100, dtype, BK_UPDATE_OVERWRITE, thread < 3 ? 0 : 3));
+    calls.push_back(update_call(30 << thread, 24 + 8 * thread, 100, dtype, BK_UPDATE_ACCUMULATE, 0));
+    calls.push_back(optimizer_call(30 << thread, 24 + 8 * thread, dtype, thread < 3 ? 0 : 2));
     calls.push_back(lm_head_call(5 + thread, 16 + 8 * thread, 600 + 100 * thread, dtype, 0));
     calls.push_back(lm_head_call(9, 16, 300, BK_BF16, thread + 1));
     return calls;
