@@ -9,13 +9,16 @@ from ._arrays import Status
 from ._config import __version__, show_config
 from ._functions import (BagGradients, Classified, HeadResult, LmHead, Transposed, classifier_fused, classifier_totals,
                          embedding_bag, embedding_bag_backward, embedding_bag_backward_workspace_bytes,
-                         embedding_lookup, embedding_transpose, embedding_transpose_workspace_bytes, encoder_backward,
-                         encoder_backward_workspace_bytes, encoder_forward, error_string, last_message, scale, version)
+                         embedding_lookup, embedding_optimizer, embedding_transpose,
+                         embedding_transpose_workspace_bytes, embedding_update, embedding_update_workspace_bytes,
+                         encoder_backward, encoder_backward_workspace_bytes, encoder_forward, error_string,
+                         last_message, scale, version)
 from ._library import ArgumentError, BadIdError, BookendsError, DeviceError, UnsupportedError, WorkspaceError
 
 __all__ = ["ArgumentError", "BadIdError", "BagGradients", "BookendsError", "Classified", "DeviceError", "HeadResult",
            "LmHead", "Status", "Transposed", "UnsupportedError", "WorkspaceError", "__version__", "classifier_fused",
            "classifier_totals", "embedding_bag", "embedding_bag_backward", "embedding_bag_backward_workspace_bytes",
-           "embedding_lookup", "embedding_transpose", "embedding_transpose_workspace_bytes", "encoder_backward",
+           "embedding_lookup", "embedding_optimizer", "embedding_transpose", "embedding_transpose_workspace_bytes",
+           "embedding_update", "embedding_update_workspace_bytes", "encoder_backward",
            "encoder_backward_workspace_bytes", "encoder_forward", "error_string", "last_message", "scale",
            "show_config", "version"]

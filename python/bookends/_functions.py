@@ -134,6 +134,13 @@ def encoder_backward(dout: Any, inp: Any, dwte: Any = None, dwpe: Any = None, *,
     return returned(tokens), returned(positions)
 
 
+def choice(name: str, value: Any, among: dict[str, int]) -> int:
+    """The number of one of several names."""
+    if value not in among:
+        raise ValueError(f"{name}: expected {', '.join(among)}, given {value!r}")
+    return among[value]
+
+
 def row_stride(table: View) -> int:
     """Elements from row to row."""
     return table.strides[0] if table.strides is not None else table.shape[1]
@@ -165,8 +172,7 @@ class Bags:
 
     def __init__(self, call: Call, idx: Any, offsets: Any, mode: str, weights: Any, padding_idx: Optional[int],
                  first_rows: Any) -> None:
-        if mode not in _library.BAG_MODES:
-            raise ValueError(f"mode: expected {', '.join(_library.BAG_MODES)}, given {mode!r}")
+        which = choice("mode", mode, _library.BAG_MODES)
         self.idx = call.array("idx", idx, ("count",) if offsets is not None else ("bags", "hotness"), INDICES)
         ends = call.optional("offsets", offsets, ("bags + 1",), INDICES)
         factors = call.optional("weights", weights, self.idx.shape, ("float32",))
@@ -185,7 +191,7 @@ class Bags:
         self.several = firsts is not None
         self.index_type = _library.INDEX_TYPES[self.idx.dtype]
         self.options = _library.BagOptions(
-            _library.BAG_MODES[mode], _library.INDEX_TYPES[ends.dtype] if ends is not None else 0,
+            which, _library.INDEX_TYPES[ends.dtype] if ends is not None else 0,
             ends.pointer if ends is not None else None, 1 if ends is not None else self.idx.shape[1],
             factors.pointer if factors is not None else None,
             -1 if padding_idx is None else integer("padding_idx", padding_idx, 0, 2**63 - 1),
@@ -325,6 +331,81 @@ def embedding_transpose(idx: Any, rows: int, *, indices: Any = True, begin: Any 
              _library.INDEX_TYPES[source.dtype], call.stream)
     word.verify(f"0..{limit - 1}")
     return Transposed(*[returned(output) for output in outputs])
+
+
+def embedding_update_workspace_bytes(count: int, C: int, rows: int, *, mode: str = "overwrite", distinct: bool = False,
+                                     stochastic: bool = False, version: int = 0) -> int:
+    """Bytes of workspace that embedding_update needs."""
+    flags = (_library.DISTINCT if distinct else 0) | (_library.STOCHASTIC if stochastic else 0)
+    return _library.library().bk_embedding_update_workspace_bytes(
+        integer("count", count, -2**63, 2**63 - 1), integer("C", C), integer("rows", rows, -2**63, 2**63 - 1),
+        choice("mode", mode, _library.UPDATES), flags, integer("version", version))
+
+
+def embedding_update(table: Any, idx: Any, values: Any, *, mode: str = "overwrite", scale: float = 1.0,
+                     distinct: bool = False, stochastic: bool = False, seed: int = 0, status: Optional[Status] = None,
+                     check: bool = False, workspace: Any = None, version: int = 0, stream: Any = None) -> Any:
+    """Updates rows of a table in place. mode "overwrite": table[idx[i],:] = values[i,:], of equal indices the last one
+    wins. mode "accumulate": table[idx[i],:] += scale * values[i,:].
+
+    table: (rows, C), its rows may have gaps between them. idx: (count) int32 or int64. values: (count, C) of the
+    table's dtype or float32, or of any with a float32 table. distinct: the caller promises that the good indices
+    differ. stochastic: 16-bit sums are rounded at random, by the seed. A bad index updates nothing. status, check: as
+    for encoder_forward. workspace: uint8, at a multiple of 256; None: allocated. Returns table."""
+    op = choice("mode", mode, _library.UPDATES)
+    call = Call(stream)
+    target = call.array("table", table, ("rows", "C"), "dtype", output=True, row_stride=True)
+    indices = call.array("idx", idx, ("count",), INDICES)
+    allowed = tuple(_library.FLOATS) if target.dtype == "float32" else (target.dtype, "float32")
+    source = call.array("values", values, ("count", "C"), allowed)
+    flags = (_library.DISTINCT if distinct else 0) | (_library.STOCHASTIC if stochastic else 0)
+    count, C, rows, number_of_version = indices.shape[0], call.size("C"), target.shape[0], integer("version", version)
+    word = Word(call, status, check, indices, "idx")
+    needed = _library.library().bk_embedding_update_workspace_bytes(count, C, rows, op, flags, number_of_version)
+    call.run("bk_embedding_update", target, indices, source, word.pointer, call.workspace(workspace, needed), count, C,
+             rows, row_stride(target), op, number("scale", scale), call.code(), _library.FLOATS[source.dtype], flags,
+             integer("seed", seed, 0, 2**64 - 1), _library.INDEX_TYPES[indices.dtype], number_of_version, call.stream)
+    word.verify(f"0..{rows - 1}")
+    return table
+
+
+def embedding_optimizer(table: Any, idx: Any, gradients: Any, *, kind: str = "sgd", first: Any = None,
+                        second: Any = None, count: Any = None, learning_rate: float = 0.01, eps: float = 1e-8,
+                        weight_decay: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, step: Any = 1,
+                        stochastic: bool = False, seed: int = 0, status: Optional[Status] = None, check: bool = False,
+                        version: int = 0, stream: Any = None) -> Any:
+    """One step of an optimizer for the rows of a sparse gradient, such as embedding_bag_backward(sparse=True) returns.
+
+    table: (rows, C), its rows may have gaps between them; updated. idx: (n) int32 or int64, distinct row numbers.
+    gradients: (n, C) of the table's dtype or float32, or of any with a float32 table. count: (1) int64 on the device,
+    the number of rows that count; None: n. kind: "sgd", "rowwise_adagrad", "adam" or "rowwise_adam"; bookends.h has the
+    formulas. first: (rows, C) float32, for the Adams. second: float32, (rows, C) for "adam", (rows) for the rowwise
+    ones. Both are updated, and 0 before the first step. step: the number of the step, from 1 on, or (1) int64 on the
+    device. stochastic: a 16-bit table is rounded at random, by the seed. A bad index updates nothing. status, check: as
+    for encoder_forward. Returns table."""
+    which = choice("kind", kind, _library.OPTIMIZERS)
+    call = Call(stream)
+    target = call.array("table", table, ("rows", "C"), "dtype", output=True, row_stride=True)
+    indices = call.array("idx", idx, ("n",), INDICES)
+    allowed = tuple(_library.FLOATS) if target.dtype == "float32" else (target.dtype, "float32")
+    source = call.array("gradients", gradients, ("n", "C"), allowed)
+    states = [call.optional("first", first, ("rows", "C"), ("float32",), output=True),
+              call.optional("second", second, ("rows", "C") if kind == "adam" else ("rows",), ("float32",),
+                            output=True)]
+    limit = call.optional("count", count, (1,), ("int64",))
+    on_device = None if isinstance(step, int) else call.array("step", step, (1,), ("int64",))
+    options = _library.OptimizerOptions(
+        which, _library.STOCHASTIC if stochastic else 0, number("learning_rate", learning_rate), number("eps", eps),
+        number("weight_decay", weight_decay), number("beta1", beta1), number("beta2", beta2),
+        integer("step", step, -2**63, 2**63 - 1) if on_device is None else 1,
+        None if on_device is None else on_device.pointer, integer("seed", seed, 0, 2**64 - 1))
+    word = Word(call, status, check, indices, "idx")
+    call.run("bk_embedding_optimizer", target, *states, indices, source, limit, word.pointer, indices.shape[0],
+             call.size("C"), target.shape[0], row_stride(target), ctypes.addressof(options), call.code(),
+             _library.FLOATS[source.dtype], _library.INDEX_TYPES[indices.dtype], integer("version", version),
+             call.stream)
+    word.verify(f"0..{target.shape[0] - 1}")
+    return table
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pathlib
 from typing import Any
 
 # The functions of bookends.h: the type of the result, then of each parameter. p: pointer, i: int or an enum,
-# u: int32_t, q: int64_t, Q: uint64_t, z: size_t, d: double, s: string, v: void. tests/test_library.py compares the
-# table with the header.
+# u: int32_t, q: int64_t, Q: uint64_t, z: size_t, d: double, f: float, s: string, v: void. tests/test_library.py
+# compares the table with the header.
 FUNCTIONS = {
     "bk_version": "i",
     "bk_error_string": "s i",
@@ -25,6 +25,9 @@ FUNCTIONS = {
     "bk_embedding_bag_backward": "i pppp pppp pp qqiqqp iiiiip",
     "bk_embedding_transpose_workspace_bytes": "z qq",
     "bk_embedding_transpose": "i ppppp ppp qqip",
+    "bk_embedding_update_workspace_bytes": "z qiqiii",
+    "bk_embedding_update": "i ppppp qiqqifiiiQiip",
+    "bk_embedding_optimizer": "i pppppp p qiqqpiiiip",
     "bk_classifier_fused": "i ppppppppp iiipiip",
     "bk_classifier_totals": "i pppp iup",
     "bk_scale": "i ppqip",
@@ -39,11 +42,13 @@ FUNCTIONS = {
     "bk_lm_head_run": "i pppppppppppppp p",
 }
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "u": ctypes.c_int32, "q": ctypes.c_int64, "Q": ctypes.c_uint64,
-         "z": ctypes.c_size_t, "d": ctypes.c_double, "s": ctypes.c_char_p, "v": None}
+         "z": ctypes.c_size_t, "d": ctypes.c_double, "f": ctypes.c_float, "s": ctypes.c_char_p, "v": None}
 
-OVERWRITE, STOCHASTIC, ADD_LOSSES = 1, 2, 4
+OVERWRITE, STOCHASTIC, ADD_LOSSES, DISTINCT = 1, 2, 4, 8
 LM_HEAD_FLAGS = {"dX": 1, "dW": 2, "dbias": 4, "bias": 8, "tf32": 16, "finite": 32}
 INDEX_TYPES = {"int32": 0, "int64": 1}
+UPDATES = {"overwrite": 0, "accumulate": 1}
+OPTIMIZERS = {"sgd": 0, "rowwise_adagrad": 1, "adam": 2, "rowwise_adam": 3}
 BAG_MODES = {"sum": 0, "mean": 1, "max": 2}
 FLOATS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
@@ -94,6 +99,14 @@ class BagOptions(ctypes.Structure):
     _fields_ = [("mode", ctypes.c_int32), ("offset_type", ctypes.c_int32), ("offsets", ctypes.c_void_p),
                 ("hotness", ctypes.c_int64), ("weights", ctypes.c_void_p), ("padding_idx", ctypes.c_int64),
                 ("first_rows", ctypes.c_void_p), ("tables", ctypes.c_int32), ("reserved", ctypes.c_int32 * 5)]
+
+
+class OptimizerOptions(ctypes.Structure):
+    """bk_optimizer_options."""
+    _fields_ = [("kind", ctypes.c_int32), ("flags", ctypes.c_int32),
+                *[(name, ctypes.c_float) for name in ("learning_rate", "eps", "weight_decay")],
+                ("beta1", ctypes.c_double), ("beta2", ctypes.c_double), ("step", ctypes.c_int64),
+                ("device_step", ctypes.c_void_p), ("seed", ctypes.c_uint64), ("reserved", ctypes.c_int32 * 6)]
 
 
 class Description(ctypes.Structure):

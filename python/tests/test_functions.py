@@ -180,6 +180,72 @@ def test_embedding_transpose():
         bookends.embedding_transpose(np.array([1, 10]), 10, check=True)
 
 
+@pytest.mark.parametrize("item", [np.int32, np.int64])
+def test_embedding_update(item):
+    rng = np.random.default_rng(7)
+    table, values = rng.standard_normal((9, 6)).astype(np.float32), rng.standard_normal((5, 4)).astype(np.float32)
+    idx = np.array([3, 1, 3, 8, 0], item)
+    want = table.copy()
+    want[idx, :4] = values
+    got = table.copy()
+    view = got[:, :4]
+    assert bookends.embedding_update(view, idx, values) is view and (got == want).all()
+    added = table.astype(np.float64)
+    np.add.at(added, idx, np.pad(0.5 * values, ((0, 0), (0, 2))))
+    got = table.copy()
+    bookends.embedding_update(got[:, :4], idx, values, mode="accumulate", scale=0.5)
+    assert close(got, added)
+    half = table.astype(np.float16)
+    bookends.embedding_update(half[:, :4], idx[1:], values[1:], distinct=True)
+    assert (half[idx[1:], :4] == values[1:].astype(np.float16)).all()
+    for wrong, error, words in ((dict(mode="add"), ValueError, "mode: expected overwrite, accumulate, given 'add'"),
+                                (dict(scale=float("inf")), ValueError, "scale: expected a finite float"),
+                                (dict(values=values[:4]), ValueError, "values: expected shape"),
+                                (dict(table=half[:, :4], values=values.astype(np.int32)), TypeError,
+                                 "values: expected float16 or float32, given int32"),
+                                (dict(table=half[:, :4].T), ValueError, "table: expected a contiguous"),
+                                (dict(idx=idx + 8, check=True), IndexError, r"idx\[0\] is 11: expected 0..8")):
+        with pytest.raises(error, match=words):
+            bookends.embedding_update(**{**dict(table=table[:, :4], idx=idx, values=values), **wrong})
+    assert bookends.embedding_update_workspace_bytes(5, 4, 9, mode="accumulate") > 0
+    assert bookends.embedding_update_workspace_bytes(5, 4, 9, distinct=True) == 0
+
+
+def test_embedding_optimizer():
+    rng = np.random.default_rng(8)
+    table, gradients = rng.standard_normal((9, 4)), rng.standard_normal((3, 4))
+    idx = np.array([5, 0, 7])
+    rate, decay, eps = 0.1, 0.01, 1e-8
+    g, w = gradients.astype(np.float32).astype(np.float64), table.astype(np.float32).astype(np.float64)
+    got = table.astype(np.float32)
+    options = dict(learning_rate=rate, weight_decay=decay)
+    assert bookends.embedding_optimizer(got, idx, gradients.astype(np.float32), **options) is got
+    want = w.copy()
+    want[idx] -= rate * (g + decay * w[idx])
+    assert close(got, want)
+    m, v, t = np.zeros((9, 4), np.float32), np.zeros((9, 4), np.float32), np.array([2])
+    got = w.astype(np.float32)
+    bookends.embedding_optimizer(got, idx, g.astype(np.float32), kind="adam", first=m, second=v, step=t, **options)
+    M, S = 0.1 * g, 0.001 * g**2
+    want = w.copy()
+    want[idx] -= rate * (M / (1 - 0.9**2) / (np.sqrt(S / (1 - 0.999**2)) + eps) + decay * w[idx])
+    assert close(got, want) and close(m[idx], M) and close(v[idx], S) and (m[1] == 0).all()
+    s = np.zeros(9, np.float32)
+    got = w.astype(np.float32)
+    bookends.embedding_optimizer(got, idx, g.astype(np.float32), kind="rowwise_adagrad", second=s,
+                                 count=np.array([2]), learning_rate=rate)
+    want = w.copy()
+    want[idx[:2]] -= rate * g[:2] / (np.sqrt((g[:2]**2).mean(1, keepdims=True)) + eps)
+    assert close(got, want) and s[7] == 0
+    for wrong, words in ((dict(kind="lion"), "kind: expected sgd, rowwise_adagrad, adam, rowwise_adam, given 'lion'"),
+                         (dict(kind="adam"), "first is null"),
+                         (dict(kind="adam", first=m, second=s), r"second: expected shape \(rows, C\)"),
+                         (dict(kind="adam", first=m, second=v, step=0), "step"),
+                         (dict(learning_rate=float("nan")), "learning_rate: expected a finite float")):
+        with pytest.raises(ValueError, match=words):
+            bookends.embedding_optimizer(got, idx, g.astype(np.float32), **wrong)
+
+
 @pytest.mark.parametrize("options", [{}, dict(softcap=5.0), dict(label_smoothing=0.1, z_loss=0.01)])
 def test_classifier(options):
     job = Job()

@@ -12,10 +12,11 @@ import bookends
 from bookends import _library
 
 HEADER = pathlib.Path(__file__).resolve().parents[2] / "dev" / "lib" / "bookends.h"
-LETTERS = {"int": "i", "bk_dtype": "i", "bk_index_type": "i", "int32_t": "u", "int64_t": "q", "uint64_t": "Q",
-           "size_t": "z", "double": "d", "bk_stream": "p", "void": ""}
+LETTERS = {"int": "i", "bk_dtype": "i", "bk_index_type": "i", "bk_update_op": "i",
+           "int32_t": "u", "int64_t": "q", "uint64_t": "Q",
+           "size_t": "z", "double": "d", "float": "f", "bk_stream": "p", "void": ""}
 # Families of bookends.h that have no Python functions yet.
-NOT_YET = ("bk_embedding_update", "bk_embedding_layer", "bk_optimizer", "bk_embedding_")
+NOT_YET = ("bk_embedding_layer", "bk_decode")
 
 
 def letter(declaration):
