@@ -284,6 +284,12 @@ def leave_an_error_behind():
     assert hidden("_Z10cudaMallocPPvm")(ctypes.byref(pointer), ctypes.c_size_t(1 << 60)) == 2
 
 
+def forget_errors():
+    """Clears the thread's pending CUDA error in the CPU device's runtime: some functions return it."""
+    if _library is not None and not ON_CUDA:
+        hidden("_Z16cudaGetLastErrorv")()
+
+
 def last_message():
     return library().bk_last_message().decode()
 

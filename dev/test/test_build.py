@@ -370,7 +370,7 @@ def test_each_kernel_is_in_one_object(built):
         names = subprocess.run(["nm", "-C", "--defined-only", str(path)], stdout=subprocess.PIPE, check=True,
                                universal_newlines=True).stdout
         for name in {line.split(None, 2)[2] for line in names.splitlines() if "_kernel" in line}:
-            if "sorted_groups_" in name:  # of parts/, which several files include
+            if "sorted_groups_" in name or "<bookends::SortedGroups," in name:  # of parts/, for several files
                 continue
             assert name not in seen, (name, path.name, seen[name])
             seen[name] = path.name
