@@ -107,8 +107,8 @@ install: $(BUILD)/libbookends.a $(BUILD)/libbookends.so ## the library, its head
 	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|; s|@PRIVATE@|$(strip $(STATIC_LIBS))|' dev/lib/bookends.pc.in \
 	    > $(DESTDIR)$(PREFIX)/lib/pkgconfig/bookends.pc
 
-# What the Python package needs of a build: the library, and a record of what it was built from and for. setup.py calls
-# this.
+# Copies the library and build.json (version, device, architectures, commit, compiler) into the Python package. setup.py
+# calls this target.
 RECORD := {"version": "$(VERSION)", "device": "$(DEVICE)", "architectures": "$(if $(filter cuda,$(DEVICE)),$(or $(FOR),native),cpu)", \
     "commit": "$(COMMIT)", "compiler": "$(firstword $(filter-out ccache,$(COMPILE)))"}
 PACKAGE ?= python/bookends

@@ -262,16 +262,12 @@ cudaError_t embedding_lookup_slices(outX *out, Indices idx, EmbeddingTable<const
     if (N == 0 || C == 0) return cudaSuccess;
     if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
     constexpr int in_flight = 4;
-    const int vectors = C / width;
-    const int lanes = std::min({slice_bytes / (width * (int)sizeof(floatX)), block_size, vectors});
-    const int groups = block_size / lanes;
-    const long long blocks = ceil_div(N, (long long)groups * in_flight), slices = ceil_div(vectors, lanes);
-    if (blocks > INT32_MAX || slices > 65535 || table.rows <= 0) {
+    const TeamGrid shape(N, in_flight, C / width, block_size, slice_bytes / (width * (int)sizeof(floatX)));
+    if (!shape.possible || table.rows <= 0) {
         return embedding_lookup1(out, idx, table, status, N, C, block_size, stream);
     }
-    const dim3 grid((unsigned)blocks, (unsigned)slices), block(lanes, groups);
-    return launch_kernel(embedding_lookup_kernel4<floatX, outX, width, in_flight>, grid, block, 0, stream, out, idx,
-                         table, status, N, C);
+    return launch_kernel(embedding_lookup_kernel4<floatX, outX, width, in_flight>, shape.grid, shape.block, 0, stream,
+                         out, idx, table, status, N, C);
 }
 
 // Slices as wide as the block: whole rows in most cases.
@@ -567,20 +563,6 @@ cudaError_t embedding_bag1(const BagArguments<floatX, outX> &args, int block_siz
     return launch_kernel(kernel, grid_size, block_size, 0, stream, args);
 }
 
-// The launch shape of kernels 2 to 4: one team of threads per bag.
-struct BagGrid {
-    dim3 grid, block;
-    bool possible;
-    BagGrid(long long bags, int vectors, int block_size) {
-        const int threads = std::min(block_size, kBagThreads);
-        const int lanes = std::min(vectors, threads), teams = threads / lanes;
-        const long long blocks = ceil_div(bags, (long long)teams), slices = ceil_div(vectors, lanes);
-        possible = blocks <= INT32_MAX && slices <= 65535;
-        grid = dim3((unsigned)blocks, (unsigned)slices);
-        block = dim3(lanes, teams);
-    }
-};
-
 // Kernel 2 with the widest vector that the alignment allows. Version 1 handles empty tables and grids beyond CUDA's
 // limits.
 template <int in_flight, typename floatX, typename outX, int width = Packed128<floatX>::size>
@@ -592,7 +574,7 @@ cudaError_t embedding_bag_vectors(const BagArguments<floatX, outX> &args, int bl
     }
     if (args.bags.bags == 0 || args.C == 0) return cudaSuccess;
     if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
-    const BagGrid shape(args.bags.bags, args.C / width, block_size);
+    const TeamGrid shape(args.bags.bags, 1, args.C / width, std::min(block_size, kBagThreads));
     if (!shape.possible || args.table.rows <= 0) return embedding_bag1(args, block_size, stream);
     const auto kernel = args.bags.mode == kBagMax ? embedding_bag_kernel2<kBagMax, floatX, outX, width, in_flight>
                                                   : embedding_bag_kernel2<kBagSum, floatX, outX, width, in_flight>;
@@ -620,7 +602,7 @@ cudaError_t embedding_bag4(const BagArguments<floatX, outX> &args, int block_siz
     }
     if (args.bags.bags == 0 || args.C == 0) return cudaSuccess;
     if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
-    const BagGrid shape(args.bags.bags, args.C / width, block_size);
+    const TeamGrid shape(args.bags.bags, 1, args.C / width, std::min(block_size, kBagThreads));
     if (!shape.possible || args.table.rows <= 0) return embedding_bag1(args, block_size, stream);
     const bool max = args.bags.mode == kBagMax;
     const auto kernel =
@@ -656,14 +638,6 @@ struct Part {
     long long first;
     auto operator[](long long i) const { return whole[first + i]; }
 };
-
-// Elements from row to row of the table.
-inline long long table_stride(const Options &options) {
-    const long long stride = (long long)options.number("--stride"), C = options.dim('c');
-    if (stride == 0) return C;
-    if (stride < C) refuse(EXIT_BAD_INPUT, "--stride: '%lld' is less than C, %lld", stride, C);
-    return stride;
-}
 
 template <typename floatX, typename outX>
 void embedding_lookup_race(Harness &h) {
@@ -729,23 +703,11 @@ void embedding_lookup_race(Harness &h) {
     return same ? embedding_lookup_race<floatX, floatX>(h) : embedding_lookup_race<floatX, float>(h);
 }
 
-// Whether the command line asks for bags, which have a version table of their own. Options are parsed after the table
-// is chosen.
-inline bool asks_for_bags(int argc, char **argv) {
-    bool bags = false;
-    for (int i = 1; i < argc; i++) {
-        const std::string argument = argv[i];
-        if (argument == "--bag" && i + 1 < argc) bags = strcmp(argv[i + 1], "concat") != 0;
-        if (argument.compare(0, 6, "--bag=") == 0) bags = argument != "--bag=concat";
-    }
-    return bags;
-}
-
 }  // namespace bookends
 
 int main(int argc, char **argv) {
     using namespace bookends;
-    const bool bags = asks_for_bags(argc, argv);
+    const bool bags = early_value(argc, argv, "--bag", "concat") != "concat";
     Harness h("embedding_lookup", bags ? "sum, mean or maximum of bags of table rows" : "table rows by index",
               {{'b', "B", 64, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}},
               {{"--bag", {"concat", "sum", "mean", "max"}, "how the rows of a bag are combined (concat: plain gather)"},

@@ -444,20 +444,7 @@ cudaError_t embedding_bag_backward3(const BagBackwardArguments<floatX, gradX> &a
     });
 }
 
-// The sums with vectors as wide as the alignment allows: 16 bytes, 4 (of 16-bit elements), or one element. (8 bytes would
-// be two more kernels for each pair of types, for rows that are seldom used.)
-template <int width, typename Source, typename Sink>
-cudaError_t group_sums_of_width(int widest, const Source &source, const Sink &sink, const BagBackwardScratch &scratch,
-                                int C, int block_size, cudaStream_t stream) {
-    if constexpr (width > 1) {
-        if (widest < width) {
-            constexpr int next = width > 4 ? width / 4 : 1;
-            return group_sums_of_width<next>(widest, source, sink, scratch, C, block_size, stream);
-        }
-    }
-    return group_sums<width>(source, sink, scratch.levels, scratch.groups.N, C, block_size, stream);
-}
-
+// Version 3 with vectors as wide as the alignment allows.
 template <typename floatX, typename gradX>
 cudaError_t embedding_bag_backward4(const BagBackwardArguments<floatX, gradX> &args, int block_size,
                                     cudaStream_t stream) {
@@ -465,12 +452,13 @@ cudaError_t embedding_bag_backward4(const BagBackwardArguments<floatX, gradX> &a
     const EmbeddingTable<const floatX> dout = {args.dout, args.bags.bags, args.C};
     const int widest = row_width(dout, args.dtable, args.C);
     return backward_by_groups(args, block_size, stream, [&](const auto &source, const auto &sink, auto &scratch) {
-        return group_sums_of_width<most>(widest, source, sink, scratch, args.C, block_size, stream);
+        return group_sums_of_width<most>(widest, source, sink, scratch.levels, scratch.groups.N, args.C, block_size,
+                                         stream);
     });
 }
 
-// Properties that the check's error bounds depend on: whether 16-bit gradients are rounded at each addition, and how many
-// additions follow each other before partial sums are added.
+// Properties that the check's error bounds depend on: whether 16-bit gradients are rounded at each addition, and how
+// many additions follow each other before partial sums are added.
 struct BagBackwardProperties {
     bool rounds_each_addition = false;
     int additions = kSumTile;
@@ -487,22 +475,6 @@ constexpr Version<EmbeddingBagBackward<floatX, gradX>, BagBackwardProperties> em
 
 // ---------------------------------------------------------------------------------------------------------------------
 // the transposition: positions by index
-
-// The functors of sort_groups().
-struct RowOfIndex {
-    Indices idx;
-    long long rows;
-    status_word *status;
-    __device__ long long operator()(unsigned i) const {
-        const long long row = idx[i];
-        if (row_in_table(row, rows)) return row;
-        report_bad_id(status, i);
-        return -1;
-    }
-};
-struct StoreNothing {
-    __device__ void operator()(unsigned, unsigned) const {}
-};
 
 // Sorts the positions of idx (count) by index, as in the example of parts/sorted_groups.h.
 //   CSR    indices (count), begin (count + 1), positions (count), *distinct: the positions with index indices[g] are
@@ -528,7 +500,7 @@ inline cudaError_t embedding_transpose(long long *indices, int *begin, int *posi
     groups.positions = (unsigned *)positions;
     groups.group = (unsigned *)group;
     groups.count = distinct;
-    return sort_groups(groups, RowOfIndex{idx, rows, status}, StoreNothing(), stream);
+    return sort_groups(groups, RowOfIndex{idx, rows, status}, VisitNothing(), stream);
 }
 
 }  // namespace bookends
@@ -634,8 +606,8 @@ void embedding_bag_backward_race(Harness &h) {
         const auto *version = find_version(embedding_bag_backward_versions<floatX, gradX>, h.running);
         const BagBackwardProperties properties = version ? version->properties : BagBackwardProperties();
         const int count = last - first;
-        // The roundings of the additions, and of each term: its factor, 1 / size and their product. Three levels of partial
-        // sums suffice for 2^20 positions.
+        // The roundings of the additions, and of each term: its factor, 1 / size and their product. Three levels of
+        // partial sums suffice for 2^20 positions.
         double tolerance = (std::min((double)count, 3.0 * properties.additions) + 3.0) * kFloatRounding;
         if (properties.rounds_each_addition) tolerance += sum_tolerance<gradX>(count, true);
         for (int c = 0; c < p.C; c++) row.slack[c] = tolerance * magnitude[c];

@@ -327,20 +327,6 @@ cudaError_t embedding_overwrite3(const UpdateArguments<floatX, valueX> &args, in
                          last);
 }
 
-// The launch shape of kernels with one thread per vector of in_flight rows.
-struct RowsGrid {
-    dim3 grid, block;
-    bool possible;  // within CUDA's limits
-    RowsGrid(long long count, int vectors, int in_flight, int block_size) {
-        const int threads = std::min(block_size, kUpdateThreads);
-        const int lanes = std::min(vectors, threads), groups = threads / lanes;
-        const long long blocks = ceil_div(count, (long long)groups * in_flight), slices = ceil_div(vectors, lanes);
-        possible = slices <= 65535;
-        grid = dim3((unsigned)blocks, (unsigned)slices);
-        block = dim3(lanes, groups);
-    }
-};
-
 constexpr int kUpdateRowsInFlight = 4;
 
 // Kernel 4 with the widest vector that the alignment allows. Version 2 handles rows beyond the limits of a grid.
@@ -356,7 +342,7 @@ cudaError_t embedding_overwrite_rows(const UpdateArguments<floatX, valueX> &args
     }
     if (!valid_update(args.count, block_size)) return cudaErrorInvalidValue;
     if (args.count == 0 || args.C == 0) return cudaSuccess;
-    const RowsGrid shape(args.count, args.C / width, kUpdateRowsInFlight, block_size);
+    const TeamGrid shape(args.count, kUpdateRowsInFlight, args.C / width, std::min(block_size, kUpdateThreads));
     if (!shape.possible) return embedding_overwrite2(args, block_size, stream);
     KernelFacts facts;
     cudaError_t error = overlap ? kernel_facts(&facts, last_positions_kernel) : cudaSuccess;
@@ -500,16 +486,6 @@ __global__ void __launch_bounds__(kUpdateThreads) embedding_accumulate_kernel3(U
     }
 }
 
-// The functors of sort_groups(): the row of a position, and nothing for each sorted position.
-template <typename floatX, typename valueX>
-struct RowOfUpdate {
-    UpdateArguments<floatX, valueX> args;
-    __device__ long long operator()(unsigned i) const { return row_of_position(args, i, true); }
-};
-struct NoVisit {
-    __device__ void operator()(unsigned, unsigned) const {}
-};
-
 // The scaled values in the order of the sorted positions: a source of group_sums().
 template <typename valueX>
 struct ScaledValues {
@@ -597,8 +573,9 @@ inline size_t embedding_accumulate_workspace_bytes(long long count, long long ro
     return scratch.lay_out(nullptr, C) == cudaSuccess ? scratch.bytes : 0;
 }
 
-template <typename floatX, typename valueX>
-UpdateArguments<floatX, valueX> with_mixed_seed(UpdateArguments<floatX, valueX> args) {
+// The arguments with the seed that rounding_bits() takes.
+template <typename Arguments>
+Arguments with_mixed_seed(Arguments args) {
     args.seed = mix64(args.seed);
     return args;
 }
@@ -632,7 +609,7 @@ cudaError_t embedding_accumulate_rows(const UpdateArguments<floatX, valueX> &arg
     if (!valid_update(args.count, block_size)) return cudaErrorInvalidValue;
     if (args.stochastic && sizeof(floatX) == 2 && !args.distinct) return cudaErrorNotSupported;
     if (args.count == 0 || args.C == 0) return cudaSuccess;
-    const RowsGrid shape(args.count, args.C / width, kUpdateRowsInFlight, block_size);
+    const TeamGrid shape(args.count, kUpdateRowsInFlight, args.C / width, std::min(block_size, kUpdateThreads));
     if (!shape.possible) return embedding_accumulate2(args, block_size, stream);
     return launch_kernel(embedding_accumulate_kernel3<floatX, valueX, width, kUpdateRowsInFlight>, shape.grid,
                          shape.block, 0, stream, with_mixed_seed(args));
@@ -640,23 +617,6 @@ cudaError_t embedding_accumulate_rows(const UpdateArguments<floatX, valueX> &arg
 template <typename floatX, typename valueX>
 cudaError_t embedding_accumulate3(const UpdateArguments<floatX, valueX> &args, int block_size, cudaStream_t stream) {
     return embedding_accumulate_rows(args, block_size, stream);
-}
-
-// Sums of groups with vectors as wide as the alignment allows: 16 bytes, 4 (of 16-bit elements), or one element, as in
-// embedding_lookup_backward.cu.
-template <typename floatX, typename valueX, int width = Packed128<floatX>::size>
-cudaError_t accumulate_groups(const UpdateArguments<floatX, valueX> &args, const AccumulateScratch &scratch,
-                              int block_size, cudaStream_t stream) {
-    if constexpr (width > 1) {
-        if (row_width(args.table, args.values, args.C) < width) {
-            constexpr int next = width > 4 ? width / 4 : 1;
-            return accumulate_groups<floatX, valueX, next>(args, scratch, block_size, stream);
-        }
-    }
-    const SortedGroups &groups = scratch.groups;
-    const ScaledValues<valueX> source = {args.values, groups.group, groups.positions, args.scale, (unsigned)args.C};
-    const AddToRows<floatX> sink = {args.table, groups.indices, (unsigned)args.C, args.stochastic, mix64(args.seed)};
-    return group_sums<width>(source, sink, scratch.levels, groups.N, args.C, block_size, stream);
 }
 
 // Sorts the positions by index, then adds up each group in a fixed order and rounds once (parts/sorted_groups.h,
@@ -671,9 +631,14 @@ cudaError_t embedding_accumulate4(const UpdateArguments<floatX, valueX> &args, i
     AccumulateScratch scratch(args.count, args.table.rows);
     cudaError_t error = scratch.lay_out(args.workspace, args.C);
     if (error != cudaSuccess) return error;
-    error = sort_groups(scratch.groups, RowOfUpdate<floatX, valueX>{args}, NoVisit(), stream);
+    const SortedGroups &groups = scratch.groups;
+    error = sort_groups(groups, RowOfIndex{args.idx, args.table.rows, args.status}, VisitNothing(), stream);
     if (error != cudaSuccess) return error;
-    return accumulate_groups(args, scratch, block_size, stream);
+    const ScaledValues<valueX> source = {args.values, groups.group, groups.positions, args.scale, (unsigned)args.C};
+    const AddToRows<floatX> sink = {args.table, groups.indices, (unsigned)args.C, args.stochastic, mix64(args.seed)};
+    const int widest = row_width(args.table, args.values, args.C);
+    return group_sums_of_width<Packed128<floatX>::size>(widest, source, sink, scratch.levels, groups.N, args.C,
+                                                        block_size, stream);
 }
 
 // A property that the check's error bounds depend on: whether a 16-bit table is rounded at each addition.
@@ -883,12 +848,6 @@ cudaError_t with_optimizer_kind(OptimizerKind kind, Run run) {
             return run(std::integral_constant<OptimizerKind, kRowwiseAdam>());
     }
     return cudaErrorInvalidValue;
-}
-
-template <typename floatX, typename gradX>
-OptimizerArguments<floatX, gradX> with_mixed_seed(OptimizerArguments<floatX, gradX> args) {
-    args.seed = mix64(args.seed);
-    return args;
 }
 
 template <typename floatX, typename gradX>
@@ -1167,23 +1126,11 @@ void embedding_update_race(Harness &h) {
     }
 }
 
-// The operation that the command line asks for. The operations have version tables of their own, and options are parsed
-// after the table is chosen.
-inline std::string operation_of(int argc, char **argv) {
-    std::string operation = "overwrite";
-    for (int i = 1; i < argc; i++) {
-        const std::string argument = argv[i];
-        if (argument == "--op" && i + 1 < argc) operation = argv[i + 1];
-        if (argument.compare(0, 5, "--op=") == 0) operation = argument.substr(5);
-    }
-    return operation;
-}
-
 }  // namespace bookends
 
 int main(int argc, char **argv) {
     using namespace bookends;
-    const std::string operation = operation_of(argc, argv);
+    const std::string operation = early_value(argc, argv, "--op", "overwrite");
     Harness h("embedding_update", "table rows overwritten, accumulated or optimized in place",
               {{'b', "B", 64, 4}, {'t', "T", 1024, 512}, {'c', "C", 256, 256}, {'v', "V", 50257, 50257}},
               {{"--op", {"overwrite", "accumulate", "sgd", "rowwise-adagrad", "adam", "rowwise-adam"},

@@ -1010,21 +1010,12 @@ void encoder_backward_race(Harness &h, GradientStore store) {
         for (long long c = 0; c < C; c++) row.slack[c] = tolerance * size[c];
         row.either_neighbour = store.stochastic;
     };
-    // positions[begin[id]..begin[id+1]-1] hold id
-    auto begin = std::make_shared<std::vector<int>>(), positions = std::make_shared<std::vector<int>>();
-    h.job.prepare_references = [=, &h] {
-        begin->resize(V + 1LL);
-        positions->resize(N);
-        for (int id : h.host_tokens) (*begin)[id + 1LL]++;
-        for (long long id = 0; id < V; id++) (*begin)[id + 1] += (*begin)[id];
-        std::vector<int> next = *begin;
-        for (long long bt = 0; bt < N; bt++) (*positions)[next[h.host_tokens[bt]]++] = (int)bt;
-    };
+    std::shared_ptr<PositionsOfRows> positions;  // set before the references are called
+    h.job.prepare_references = [&] { positions = std::make_shared<PositionsOfRows>(h.host_tokens, V); };
     gradX *dwte = h.output<gradX>(
         "dwte", V, C, 0,
-        [=](Expected &row, long long id) {
-            const int first = (*begin)[id], count = (*begin)[id + 1] - first;
-            expect(row, dwte_values, id, positions->data() + first, count);
+        [=, &positions](Expected &row, long long id) {
+            expect(row, dwte_values, id, positions->of(id), positions->count(id));
         },
         store.overwrite ? nullptr : &dwte_values);
     gradX *dwpe = h.output<gradX>(
@@ -1071,7 +1062,9 @@ int main(int argc, char **argv) {
               {{'b', "B", 8, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}},
               {{"--grad-dtype", {"same", "fp32"}, "type of the gradients"},
                {"--overwrite", {}, "overwrite the gradients instead of adding to them"},
-               {"--rounding", {"nearest", "stochastic"}, "rounding of 16-bit gradients (stochastic: from version 4 on)"}});
+               {"--rounding",
+                {"nearest", "stochastic"},
+                "rounding of 16-bit gradients (stochastic: from version 4 on)"}});
     return h.main(argc, argv, encoder_backward_versions<float, float>, encoder_backward_race<float>,
                   encoder_backward_race<half>, encoder_backward_race<__nv_bfloat16>);
 }

@@ -82,6 +82,20 @@ int row_width(const EmbeddingTable<tableX> &table, const rowX *rows, long long C
     return other == Packed128<rowX>::size ? width : std::min(width, other);
 }
 
+// The launch shape of kernels with a team of threads for each `rows_per_team` rows: blockDim.x lanes, one for each
+// vector of a row, and blockDim.y teams. blockIdx.y is the slice of the columns, of at most most_lanes vectors.
+struct TeamGrid {
+    dim3 grid, block;
+    bool possible;  // within CUDA's limits
+    TeamGrid(long long rows, int rows_per_team, int vectors, int threads, int most_lanes = INT32_MAX) {
+        const int lanes = std::min({vectors, threads, most_lanes}), teams = threads / lanes;
+        const long long blocks = ceil_div(rows, (long long)teams * rows_per_team), slices = ceil_div(vectors, lanes);
+        possible = blocks <= INT32_MAX && slices <= 65535;
+        grid = dim3((unsigned)blocks, (unsigned)slices);
+        block = dim3(lanes, teams);
+    }
+};
+
 // The value in type outX. Within one type all bits are kept, also those of a NaN.
 template <typename outX, typename floatX>
 __device__ outX convert(floatX value) {

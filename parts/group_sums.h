@@ -151,14 +151,11 @@ template <int width, typename Source, typename Sink>
 cudaError_t group_sums(const Source &source, const Sink &sink, const SumLevels &levels, unsigned entries, int C,
                        int block_size, cudaStream_t stream) {
     if (entries == 0 || C == 0) return cudaSuccess;
-    const unsigned threads = std::min(block_size, kSumThreads);
-    const unsigned lanes = std::min((unsigned)C / width, threads), teams = threads / lanes;
-    const unsigned slices = ceil_div((unsigned)C / width, lanes);
     auto launch = [&](const auto &rows, const PartialSums &next, unsigned count) {
         typedef std::decay_t<decltype(rows)> Rows;
-        const dim3 grid(ceil_div(ceil_div(count, kSumTile), teams), slices), block(lanes, teams);
-        return launch_kernel(group_sums_kernel<Rows, Sink, width>, grid, block, 0, stream, rows, sink, next, count,
-                             (unsigned)C);
+        const TeamGrid shape(count, kSumTile, C / width, std::min(block_size, kSumThreads));
+        return launch_kernel(group_sums_kernel<Rows, Sink, width>, shape.grid, shape.block, 0, stream, rows, sink, next,
+                             count, (unsigned)C);
     };
     cudaError_t error = launch(source, levels.level[0], entries);
     for (int i = 0; i < levels.count && error == cudaSuccess; i++) {
@@ -167,6 +164,20 @@ cudaError_t group_sums(const Source &source, const Sink &sink, const SumLevels &
                        levels.level[i].entries);
     }
     return error;
+}
+
+// group_sums() with vectors of `width` elements, or of fewer if `widest` (row_width()) is less: 16 bytes, 4 (of 16-bit
+// elements), or one element. (8 bytes would be two more kernels for each pair of types, for rows that are seldom used.)
+template <int width, typename Source, typename Sink>
+cudaError_t group_sums_of_width(int widest, const Source &source, const Sink &sink, const SumLevels &levels,
+                                unsigned entries, int C, int block_size, cudaStream_t stream) {
+    if constexpr (width > 1) {
+        if (widest < width) {
+            constexpr int next = width > 4 ? width / 4 : 1;
+            return group_sums_of_width<next>(widest, source, sink, levels, entries, C, block_size, stream);
+        }
+    }
+    return group_sums<width>(source, sink, levels, entries, C, block_size, stream);
 }
 
 }  // namespace bookends

@@ -19,6 +19,7 @@
 #include <cub/device/device_scan.cuh>
 
 #include "../common.h"
+#include "embedding_table.h"
 #include "workspace.h"
 
 namespace bookends {
@@ -162,5 +163,21 @@ cudaError_t sort_groups(const SortedGroups &groups, RowOf row_of, Visit visit, c
     return groups.wide_keys() ? sort_groups_by<unsigned long long>(groups, row_of, visit, stream)
                               : sort_groups_by<unsigned>(groups, row_of, visit, stream);
 }
+
+// The functors for a plain list of indices: the row of a position (a bad index is reported), and no visit.
+struct RowOfIndex {
+    Indices idx;
+    long long rows;
+    status_word *status;
+    __device__ long long operator()(unsigned i) const {
+        const long long row = idx[i];
+        if (row_in_table(row, rows)) return row;
+        report_bad_id(status, i);
+        return -1;
+    }
+};
+struct VisitNothing {
+    __device__ void operator()(unsigned, unsigned) const {}
+};
 
 }  // namespace bookends

@@ -102,26 +102,24 @@ def table(device, kernel):
         cells = [cell(row[v]) if v in row else "" for v in versions]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     if kernel == "lm_head":
-        lines += ["", caption(records) + "median of cold runs, that as a multiple of the bare products (two for one "
-                  "gradient, one for the losses alone), timed in turns at the best algorithm found, and the scratch "
-                  "memory as a share of the logits. Products draw all the power that the chip may have, and its clock "
-                  "follows: compare multiples rather than milliseconds, and those to some 5%."]
-        if has_changed(kernel, records):
-            lines[-1] += f" {CHANGED}"
-        return "\n".join(lines)
-    rates = [record["copy_gbps"] for row in best.values() for record in row.values() if record["copy_gbps"]]
-    lines += ["", caption(records) + "median of cold runs at the best block size"]
-    if rates:
-        lines[-1] += (", and the fewest bytes over that time as a share of the copy rate measured in the same process "
+        notes = (caption(records) + "median of cold runs, that as a multiple of the bare products (two for one gradient, "
+                 "one for the losses alone), timed in turns at the best algorithm found, and the scratch memory as a "
+                 "share of the logits. Products draw all the power that the chip may have, and its clock follows: compare "
+                 "multiples rather than milliseconds, and those to some 5%.")
+    else:
+        rates = [record["copy_gbps"] for row in best.values() for record in row.values() if record["copy_gbps"]]
+        notes = caption(records) + "median of cold runs at the best block size"
+        if rates:
+            notes += (", and the fewest bytes over that time as a share of the copy rate measured in the same process "
                       f"({min(rates):.0f} to {max(rates):.0f} GB/s)")
-    lines[-1] += "."
-    missing = [f"{number} {name}" for ladder in LADDERS if ladder.kernel == kernel
-               for number, name in version_names(ladder).items() if number not in versions]
-    if missing:
-        lines[-1] += " Not measured yet: " + ", ".join(missing) + "."
+        notes += "."
+        missing = [f"{number} {name}" for ladder in LADDERS if ladder.kernel == kernel
+                   for number, name in version_names(ladder).items() if number not in versions]
+        if missing:
+            notes += " Not measured yet: " + ", ".join(missing) + "."
     if has_changed(kernel, records):
-        lines[-1] += f" {CHANGED}"
-    return "\n".join(lines)
+        notes += f" {CHANGED}"
+    return "\n".join([*lines, "", notes])
 
 
 def caption(records):

@@ -1,4 +1,5 @@
-// Indices and bags for the programs of embedding_lookup.cu and embedding_lookup_backward.cu.
+// Indices and bags for the programs of embedding_lookup.cu, embedding_lookup_backward.cu and
+// embedding_update.cu.
 #pragma once
 #include <cctype>
 #include <memory>
@@ -15,6 +16,14 @@ struct WideIds {
     const int *ids;
     __host__ __device__ long long operator[](long long i) const { return ids[i]; }
 };
+
+// Elements from row to row of the table.
+inline long long table_stride(const Options &options) {
+    const long long stride = (long long)options.number("--stride"), C = options.dim('c');
+    if (stride == 0) return C;
+    if (stride < C) refuse(EXIT_BAD_INPUT, "--stride: '%lld' is less than C, %lld", stride, C);
+    return stride;
+}
 
 // The sizes of a lookup.
 struct LookupProblem {

@@ -281,6 +281,17 @@ inline void require_writable(const std::string &path) {
     }
 }
 
+// The value of an option before the arguments are parsed, for programs whose table of versions depends on it. It need
+// not be an allowed one. Of a repeated option, the last counts.
+inline std::string early_value(int argc, char **argv, const std::string &option, std::string value) {
+    for (int i = 1; i < argc; i++) {
+        const std::string argument = argv[i];
+        if (argument == option && i + 1 < argc) value = argv[i + 1];
+        if (argument.compare(0, option.size() + 1, option + "=") == 0) value = argument.substr(option.size() + 1);
+    }
+    return value;
+}
+
 // Reads the arguments one after the other into the options.
 class Parser {
   public:

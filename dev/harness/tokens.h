@@ -165,4 +165,18 @@ inline long long count_distinct(const std::vector<int> &ids) {
     return std::count(present.begin(), present.end(), true);
 }
 
+// The positions of each index, for the references: positions[begin[row]] to positions[begin[row+1]-1], ascending.
+struct PositionsOfRows {
+    std::vector<int> begin, positions;
+    const int *of(long long row) const { return positions.data() + begin[row]; }
+    int count(long long row) const { return begin[row + 1] - begin[row]; }
+
+    PositionsOfRows(const std::vector<int> &ids, int V) : begin(V + 1LL), positions(ids.size()) {
+        for (int id : ids) begin[id + 1LL]++;
+        for (long long row = 0; row < V; row++) begin[row + 1] += begin[row];
+        std::vector<int> next = begin;
+        for (size_t i = 0; i < ids.size(); i++) positions[next[ids[i]]++] = (int)i;
+    }
+};
+
 }  // namespace bookends

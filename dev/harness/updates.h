@@ -6,23 +6,10 @@
 #include <vector>
 
 #include "../../parts/embedding_table.h"
+#include "bags.h"
 #include "harness.h"
 
 namespace bookends {
-
-// The positions of each index, for the references: positions[begin[row]] to positions[begin[row+1]-1], ascending.
-struct PositionsOfRows {
-    std::vector<int> begin, positions;
-    const int *of(long long row) const { return positions.data() + begin[row]; }
-    int count(long long row) const { return begin[row + 1] - begin[row]; }
-
-    PositionsOfRows(const std::vector<int> &ids, int V) : begin(V + 1LL), positions(ids.size()) {
-        for (int id : ids) begin[id + 1LL]++;
-        for (long long row = 0; row < V; row++) begin[row + 1] += begin[row];
-        std::vector<int> next = begin;
-        for (size_t i = 0; i < ids.size(); i++) positions[next[ids[i]]++] = (int)i;
-    }
-};
 
 // The shape, the indices and the options that all operations share.
 struct UpdateProblem {
@@ -38,9 +25,7 @@ struct UpdateProblem {
     UpdateProblem(Harness &h, bool distinct, bool ascending) : C(h.options.dim('c')), V(h.options.dim('v')) {
         const long long N = (long long)h.options.dim('b') * h.options.dim('t');
         if (N > INT32_MAX) refuse(EXIT_BAD_INPUT, "B*T: %lld positions are more than %d (-b, -t)", N, INT32_MAX);
-        stride = (long long)h.options.number("--stride");
-        if (stride == 0) stride = C;
-        if (stride < C) refuse(EXIT_BAD_INPUT, "--stride: '%lld' is less than C, %d", stride, C);
+        stride = table_stride(h.options);
         stochastic = h.options.choice("--rounding") == "stochastic";
         if (stochastic && h.options.dtype == "fp32") {
             refuse(EXIT_BAD_INPUT, "--rounding: 'stochastic' is for 16-bit tables; this one is fp32");

@@ -36,6 +36,12 @@ int Call::not_null(std::initializer_list<Pointer> pointers) const {
     return BK_OK;
 }
 
+int Call::aligned(const void *workspace) const {
+    if (!workspace) return not_null({{"workspace", workspace}});
+    if ((uintptr_t)workspace % 256 == 0) return BK_OK;
+    return fail(BK_ERROR_ALIGNMENT, "workspace does not begin at a multiple of 256 bytes");
+}
+
 }  // namespace bookends
 
 extern "C" int bk_version(void) { return BK_VERSION; }

@@ -17,12 +17,6 @@ static int check_count(const Call &call, int64_t count, int64_t bags) {
     return BK_OK;
 }
 
-static int check_workspace(const Call &call, const void *workspace) {
-    if (!workspace) return call.not_null({{"workspace", workspace}});
-    if ((uintptr_t)workspace % 256 == 0) return BK_OK;
-    return call.fail(BK_ERROR_ALIGNMENT, "workspace does not begin at a multiple of 256 bytes");
-}
-
 // Sets the bags from the arguments, or refuses them.
 static int read_bags(const Call &call, Bags *bags, const void *idx, int64_t count, int64_t bag_count,
                      const bk_bag_options *options, bk_index_type index_type) {
@@ -52,7 +46,7 @@ static int backward(const Call &call, BagBackwardArguments<floatX, gradX> args, 
     if (version == nullptr) return call.no_version(number);
     if (!args.dtable && !args.dweights) return BK_OK;
     if (version->number > 1 || args.dweights) {
-        if (const int error = check_workspace(call, workspace)) return error;
+        if (const int error = call.aligned(workspace)) return error;
     }
     args.workspace = (char *)workspace;
     const cudaError_t error = version->launch(args, version->block_size, stream);
@@ -131,7 +125,7 @@ extern "C" int bk_embedding_transpose(int64_t *indices, int32_t *begin, int32_t 
             call.not_null({{"indices", indices}, {"positions", positions}, {"group", group}, {"idx", idx}});
         if (error != BK_OK) return error;
     }
-    if (const int error = check_workspace(call, workspace)) return error;
+    if (const int error = call.aligned(workspace)) return error;
     return call.from_cuda(embedding_transpose((long long *)indices, begin, positions, group, (long long *)distinct,
                                               {idx, index_type == BK_INT64}, count, rows, (status_word *)status,
                                               (char *)workspace, stream));

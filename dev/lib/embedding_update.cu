@@ -65,14 +65,11 @@ static int update(const Call &call, const Row *version, int number, const Update
                   bk_update_op op, int flags, cudaStream_t stream) {
     if (version == nullptr) return call.no_version(number);
     if (args.count == 0 || args.C == 0) return BK_OK;
-    const void *const idx = args.idx.data, *const values = args.values, *const workspace = args.workspace;
+    const void *const idx = args.idx.data, *const values = args.values;
     if (const int error = call.not_null({{"idx", idx}, {"values", values}})) return error;
     if (args.table.rows > 0 && !args.table.data) return call.not_null({{"table", nullptr}});
     if (needs_workspace(op, flags, version->number)) {
-        if (const int error = call.not_null({{"workspace", workspace}})) return error;
-        if ((uintptr_t)workspace % 256 != 0) {
-            return call.fail(BK_ERROR_ALIGNMENT, "workspace does not begin at a multiple of 256 bytes");
-        }
+        if (const int error = call.aligned(args.workspace)) return error;
     }
     const cudaError_t error = version->launch(args, version->block_size, stream);
     if (error == cudaErrorNotSupported) {

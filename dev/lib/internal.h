@@ -25,6 +25,7 @@ struct Call {
     int from_cuda(cudaError_t error) const;
     int not_negative(std::initializer_list<Size> sizes) const;
     int not_null(std::initializer_list<Pointer> pointers) const;
+    int aligned(const void *workspace) const;
     int no_version(int number) const { return fail(BK_ERROR_VERSION, "there is no version %d", number); }
 
     // run() with a value of that type, which only names it.

@@ -278,15 +278,15 @@ def hidden(name):
     return ctypes.CFUNCTYPE(ctypes.c_int)(exported - offsets["bk_version"] + offsets[name])
 
 
-def leave_an_error_behind():
-    """As a failed call of the user's does, in the CUDA runtime that the library is linked with: the CPU device's."""
+@contextlib.contextmanager
+def pending_error():
+    """A pending CUDA error of the thread, as a failed call of the user's leaves it, in the library's CUDA runtime: the
+    CPU device's. It is cleared at the end, since some functions return it."""
     pointer = ctypes.c_void_p()
     assert hidden("_Z10cudaMallocPPvm")(ctypes.byref(pointer), ctypes.c_size_t(1 << 60)) == 2
-
-
-def forget_errors():
-    """Clears the thread's pending CUDA error in the CPU device's runtime: some functions return it."""
-    if _library is not None and not ON_CUDA:
+    try:
+        yield
+    finally:
         hidden("_Z16cudaGetLastErrorv")()
 
 

@@ -85,6 +85,27 @@ struct Random {
     unsigned below(unsigned end) { return (unsigned)(mix64(state += 0x9e3779b97f4a7c15ull) >> 32) % end; }
 };
 
+// Integers from least to most: their sums are exact in each type while they are small.
+template <typename T>
+std::vector<T> integers(size_t count, uint64_t seed, int least, int most) {
+    Random random = {seed};
+    std::vector<T> values(count);
+    for (T &value : values) value = (T)((float)random.below((unsigned)(most - least + 1)) + (float)least);
+    return values;
+}
+
+// Indices of a table, all different if `distinct`; every 11th is bad, or every one of an empty table.
+template <typename Index>
+std::vector<Index> table_indices(long long count, long long rows, bool distinct = false) {
+    Random random = {3};
+    std::vector<Index> values(count);
+    for (long long i = 0; i < count; i++) {
+        const bool bad = rows == 0 || i % 11 == 10;
+        values[i] = bad ? (Index)(i % 2 ? -1 - i : rows + i) : (Index)(distinct ? i : random.below((unsigned)rows));
+    }
+    return values;
+}
+
 template <typename T>
 const char *type_name() {
     return sizeof(T) == 4 ? "fp32" : std::is_same_v<T, half> ? "fp16" : "bf16";

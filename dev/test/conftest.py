@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "cuda"), help="instead of BOOKENDS_DEVICE (default: cpu)")
@@ -48,11 +46,3 @@ def load_sanitizer(config, sanitizer):
     if not starts_workers:  # the workers must inherit it; the programs must not
         os.environ.pop("LD_PRELOAD", None)
         os.environ[variable] = os.environ["BOOKENDS_SANITIZER_OPTIONS"]
-
-
-@pytest.fixture(autouse=True)
-def no_pending_error():
-    """A CUDA error that a test leaves pending is not found by the next one."""
-    yield
-    if "bookends" in sys.modules:
-        sys.modules["bookends"].forget_errors()

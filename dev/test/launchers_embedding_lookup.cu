@@ -1,30 +1,10 @@
-// Calls the launchers of embedding_lookup.cu directly, as programs do that copy the file: every version, odd block sizes
-// and those that are refused, no work, no status, an empty table. Exit status 0 if all is as it should be.
+// Tests the launchers of embedding_lookup.cu without the library or the harness: every version, valid and invalid block
+// sizes, no work, no status word, an empty table. Prints ok, or one line for each failure; the exit status is 0 or 1.
 #define BOOKENDS_NO_MAIN
 #include "../../embedding_lookup.cu"
 #include "check.h"
 
 using namespace bookends;
-
-// Small integers, whose sums are exact in each type.
-template <typename T>
-static std::vector<T> small(size_t count, uint64_t seed) {
-    Random random = {seed};
-    std::vector<T> values(count);
-    for (T &value : values) value = (T)((float)random.below(33) - 16.0f);
-    return values;
-}
-
-// Indices of a table; every 11th is bad if there is a table, else every one.
-template <typename Index>
-static std::vector<Index> indices(long long count, long long rows) {
-    Random random = {3};
-    std::vector<Index> values(count);
-    for (long long i = 0; i < count; i++) {
-        values[i] = rows == 0 || i % 11 == 10 ? (Index)(i % 2 ? -1 - i : rows + i) : (Index)random.below((unsigned)rows);
-    }
-    return values;
-}
 
 template <typename T>
 static size_t count_wrong(const std::vector<T> &got, const std::vector<float> &want) {
@@ -55,9 +35,9 @@ struct Problem {
           stride(stride_),
           out_rows(out_rows_),
           C(C_),
-          ids(indices<Index>(count, rows)),
+          ids(table_indices<Index>(count, rows)),
           idx(ids, offset),
-          table(small<floatX>((size_t)(rows * stride), 1), offset),
+          table(integers<floatX>((size_t)(rows * stride), 1, -16, 16), offset),
           out(Device<outX>::filled((size_t)(out_rows * C)), offset),
           status(std::vector<status_word>{kStatusOk}) {}
 

@@ -1,19 +1,11 @@
-// Calls the launchers of embedding_lookup_backward.cu directly, as programs do that copy the file: every version, odd
-// block sizes and those that are refused, no work, no status, an empty table. Exit status 0 if all is as it should be.
+// Tests the launchers of embedding_lookup_backward.cu without the library or the harness: every version, valid and
+// invalid block sizes, no work, no status word, an empty table. Prints ok, or one line for each failure; the exit
+// status is 0 or 1.
 #define BOOKENDS_NO_MAIN
 #include "../../embedding_lookup_backward.cu"
 #include "check.h"
 
 using namespace bookends;
-
-// Integers, whose sums are exact in each type.
-template <typename T>
-static std::vector<T> small(size_t count, int least, unsigned values) {
-    Random random = {3};
-    std::vector<T> some(count);
-    for (T &value : some) value = (T)((float)random.below(values) + (float)least);
-    return some;
-}
 
 // Bags of 0, 1, 2, ... indices, and one of 300. Index 2 is padding, and -1 and 9 are bad.
 template <typename floatX, typename gradX, typename Index>
@@ -33,9 +25,9 @@ struct Problem {
         for (int g = 0; g < 12; g++) offsets.push_back(offsets.back() + (g == 7 ? 300 : g));
         bags.count = offsets.back();
         bags.bags = (long long)offsets.size() - 1;
-        for (float id : small<float>((size_t)bags.count, -1, 11)) ids.push_back((Index)id);
-        dout = small<floatX>((size_t)(bags.bags * C), -2, 5);
-        before = small<gradX>((size_t)(rows * C), -8, 17);
+        for (float id : integers<float>((size_t)bags.count, 3, -1, 9)) ids.push_back((Index)id);
+        dout = integers<floatX>((size_t)(bags.bags * C), 3, -2, 2);
+        before = integers<gradX>((size_t)(rows * C), 3, -8, 8);
         for (long long g = 0; g < bags.bags; g++) {
             for (int c = 0; c < C; c++) argmax.push_back(offsets[g] + (offsets[g + 1] - offsets[g]) * c / C);
         }

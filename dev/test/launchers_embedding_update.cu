@@ -1,31 +1,10 @@
-// Calls the launchers of embedding_update.cu directly, as programs do that copy the file: every version, odd block
-// sizes and those that are refused, no work, no status, an empty table. Exit status 0 if all is as it should be.
+// Tests the launchers of embedding_update.cu without the library or the harness: every version, valid and invalid block
+// sizes, no work, no status word, an empty table. Prints ok, or one line for each failure; the exit status is 0 or 1.
 #define BOOKENDS_NO_MAIN
 #include "../../embedding_update.cu"
 #include "check.h"
 
 using namespace bookends;
-
-// Integers, whose sums are exact in each type.
-template <typename T>
-static std::vector<T> small(size_t count, uint64_t seed) {
-    Random random = {seed};
-    std::vector<T> values(count);
-    for (T &value : values) value = (T)((float)random.below(9) - 4.0f);
-    return values;
-}
-
-// Indices of a table, all different if `distinct`; every 11th is bad, or every one of an empty table.
-template <typename Index>
-static std::vector<Index> indices(long long count, long long rows, bool distinct) {
-    Random random = {3};
-    std::vector<Index> values(count);
-    for (long long i = 0; i < count; i++) {
-        const bool bad = rows == 0 || i % 11 == 10;
-        values[i] = bad ? (Index)(i % 2 ? -1 - i : rows + i) : (Index)(distinct ? i : random.below((unsigned)rows));
-    }
-    return values;
-}
 
 static status_word first_bad(long long count, long long rows) {
     return rows == 0 ? 0 : count > 10 ? 10 : kStatusOk;
@@ -63,9 +42,9 @@ static void test_update(const Row (&table)[versions], size_t workspace_bytes, co
     for (const Shape &s : kShapes) {
         for (const bool distinct : {false, true}) {
             for (const size_t offset : {0, 1}) {
-                const std::vector<Index> ids = indices<Index>(s.count, s.rows, distinct);
-                const std::vector<floatX> before = small<floatX>((size_t)(s.rows * s.stride), 1);
-                const std::vector<valueX> values = small<valueX>((size_t)(s.count * s.C), 2);
+                const std::vector<Index> ids = table_indices<Index>(s.count, s.rows, distinct);
+                const std::vector<floatX> before = integers<floatX>((size_t)(s.rows * s.stride), 1, -4, 4);
+                const std::vector<valueX> values = integers<valueX>((size_t)(s.count * s.C), 2, -4, 4);
                 std::vector<double> want = wide(before);
                 for (long long row = 0; row < s.rows; row++) {
                     std::vector<int> positions;
@@ -143,10 +122,10 @@ template <typename floatX, typename gradX, typename Index>
 static void test_optimizer(OptimizerKind kind) {
     for (const Shape &s : kShapes) {
         for (const size_t offset : {0, 1}) {
-            const std::vector<Index> ids = indices<Index>(s.count, s.rows, true);
-            const std::vector<floatX> before = small<floatX>((size_t)(s.rows * s.stride), 1);
-            const std::vector<gradX> gradients = small<gradX>((size_t)(s.count * s.C), 2);
-            const std::vector<float> m = small<float>((size_t)(s.rows * s.C), 3);
+            const std::vector<Index> ids = table_indices<Index>(s.count, s.rows, true);
+            const std::vector<floatX> before = integers<floatX>((size_t)(s.rows * s.stride), 1, -4, 4);
+            const std::vector<gradX> gradients = integers<gradX>((size_t)(s.count * s.C), 2, -4, 4);
+            const std::vector<float> m = integers<float>((size_t)(s.rows * s.C), 3, -4, 4);
             std::vector<float> v((size_t)(kind == kAdam ? s.rows * s.C : s.rows));
             for (size_t i = 0; i < v.size(); i++) v[i] = 1.0f + (float)(i % 7);
             std::vector<double> want = wide(before), want_m = wide(m), want_v = wide(v);

@@ -1,19 +1,10 @@
-// Calls the launchers of encoder_backward.cu directly, as programs do that copy the file: every version, odd block
-// sizes and those that are refused, gradients that are not wanted, no work. Exit status 0 if all is as it should be.
+// Tests the launchers of encoder_backward.cu without the library or the harness: every version, valid and invalid block
+// sizes, gradients that are not wanted, no work. Prints ok, or one line for each failure; the exit status is 0 or 1.
 #define BOOKENDS_NO_MAIN
 #include "../../encoder_backward.cu"
 #include "check.h"
 
 using namespace bookends;
-
-// Small whole numbers, whose sums are exact in each type and any order.
-template <typename T>
-static std::vector<T> small(size_t count, uint64_t seed) {
-    Random random = {seed};
-    std::vector<T> values(count);
-    for (T &value : values) value = (T)((float)random.below(3) - 1.0f);
-    return values;
-}
 
 template <typename floatX, typename gradX>
 struct Problem {
@@ -33,11 +24,11 @@ struct Problem {
           T(own_T),
           C(own_C),
           V(own_V),
-          dwte_before(small<gradX>((size_t)V * C, 1)),
-          dwpe_before(small<gradX>((size_t)T * C, 2)),
+          dwte_before(integers<gradX>((size_t)V * C, 1, -1, 1)),
+          dwpe_before(integers<gradX>((size_t)T * C, 2, -1, 1)),
           dwte(dwte_before, offset),
           dwpe(dwpe_before, offset),
-          dout(small<floatX>((size_t)B * T * C, 3), offset),
+          dout(integers<floatX>((size_t)B * T * C, 3, -1, 1), offset),
           inp(ids(B * T, V)),
           status(std::vector<status_word>{kStatusOk}),
           workspace(Device<char>::filled(std::max(encoder_backward4_workspace_bytes(B, T, C, V),

@@ -1,5 +1,5 @@
-// Calls the launchers of encoder_forward.cu directly, as programs do that copy the file: every version, odd block sizes
-// and those that are refused, no work, no status, no vocabulary. Exit status 0 if all is as it should be.
+// Tests the launchers of encoder_forward.cu without the library or the harness: every version, valid and invalid block
+// sizes, no work, no status word, no vocabulary. Prints ok, or one line for each failure; the exit status is 0 or 1.
 #define BOOKENDS_NO_MAIN
 #include "../../encoder_forward.cu"
 #include "check.h"

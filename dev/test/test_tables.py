@@ -1,4 +1,4 @@
-"""scripts/tables.py: the figures in the pages and in the kernel files are those of dev/results."""
+"""Tests scripts/tables.py, which writes the figures of dev/results into the README and the kernel files."""
 
 import json
 import shutil

@@ -173,17 +173,6 @@ def test_known_gpt2_ids():
     assert list(vocab.encode(" gazed")) == [50255]  # the last merge of the list, which is easily lost
 
 
-def test_shakespeare_ids():
-    """Ids made elsewhere: what they decode to must encode to them again."""
-    vocab = vocab_or_skip("gpt2")
-    for name in ("tiny_shakespeare_val.bin", "tiny_shakespeare_train.bin"):
-        path = ROOT.parent / "shared" / "data" / name
-        if not path.exists():
-            pytest.skip("%s is not here" % name)
-        ids = read(path, SMALL)
-        assert list(vocab.encode(vocab.decode(ids).decode("utf-8"))) == ids
-
-
 def test_summary_line(tmp_path):
     text, out = write_text(tmp_path / "a.txt", "\u00e9a\n"), tmp_path / "a.bin"
     line = run(text, "-o", out, "--vocab", "bytes").stdout.decode()

@@ -1,4 +1,4 @@
-"""What the package was built from and for, and what it finds at run time."""
+"""The configuration of the package: its build, and the packages that it finds at run time."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ INDICES = ("int32", "int64")
 
 
 class Word:
-    """The status word of one call: the caller's Status, or one of its own for check=True."""
+    """The status word of one call: the caller's Status, or a new one for check=True."""
 
     def __init__(self, call: Call, status: Optional[Status], check: bool, view: View, argument: str) -> None:
         if status is not None and not isinstance(status, Status):

@@ -119,14 +119,14 @@ class Description(ctypes.Structure):
 
 
 def library_path() -> pathlib.Path:
-    """libbookends.so: the one that BOOKENDS_LIBRARY names, else the one installed with the package."""
+    """The path of libbookends.so: BOOKENDS_LIBRARY if it is set, else the library in the package."""
     named = os.environ.get("BOOKENDS_LIBRARY")
     return pathlib.Path(named) if named else pathlib.Path(__file__).with_name("libbookends.so")
 
 
 @functools.lru_cache(maxsize=None)
 def build() -> dict[str, str]:
-    """What the library was built from and for: version, device, architectures, commit, compiler. The build writes it
+    """The version, device, architectures, commit and compiler of the library. The build writes them into build.json,
     beside the library."""
     path = library_path().with_name("build.json")
     try:

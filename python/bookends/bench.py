@@ -84,7 +84,7 @@ def jobs(compiled: bool) -> dict[str, dict[str, Optional[Job]]]:
 
 def inputs(job: str, N: int, C: int, V: int, dtype: torch.dtype,
            device: str) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """The arguments of a job, and those that want a gradient."""
+    """The arguments of a job, and the arguments with a gradient."""
     generator = torch.Generator(device).manual_seed(1)
     ids = torch.randint(0, V, (N,), device=device, generator=generator)
 

@@ -360,7 +360,7 @@ def test_lm_head_refuses_what_is_not_planned():
 
 
 def test_eight_threads():
-    """Each with plans of its own, and all with one plan: the results are those of one thread."""
+    """Threads with separate plans, and threads that share one plan, get the results of a single thread."""
     jobs = [Job(N=8, seed=seed) for seed in range(8)]
     shared = bookends.LmHead(8, 13, 37, dtype="float32")
     want = [shared.run(job.X, job.W, job.targets).dW for job in jobs]

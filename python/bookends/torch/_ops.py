@@ -25,7 +25,8 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def is_dispatched(arguments: tuple[Any, ...]) -> bool:
-    """Whether somebody looks at operators: a compiler, a dispatch mode, a function transform, or a tensor subclass."""
+    """Whether a call must go through torch's dispatcher: under a compiler, a dispatch mode or a function transform, or
+    with a tensor subclass."""
     return (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._functorch.peek_interpreter_stack() is not None
             or any(isinstance(argument, Tensor) and is_traced(argument) for argument in arguments))
@@ -36,8 +37,8 @@ def operator(schema: str, real: Callable[..., Any], fake: Callable[..., Any],
              gradient: Optional[Callable[..., Any]] = None) -> Callable[..., Any]:
     """Defines torch.ops.bookends.NAME by its schema, and returns a function that calls it.
 
-    The function calls `real` itself where nobody looks at operators, with an autograd.Function where a gradient is
-    wanted: the dispatcher's Python code costs several times as much. Without `gradient` a derivative is an error."""
+    The function calls `real` directly unless is_dispatched(), through an autograd.Function if a gradient is wanted: the
+    dispatcher's Python code takes several times as long. Without `gradient`, a derivative is an error."""
     name = schema.split("(")[0]
     torch.library.define("bookends::" + name, schema[schema.index("("):])
     torch.library.impl("bookends::" + name, "default", real)
