@@ -29,13 +29,15 @@ Versions of the bags (--bag sum, mean or max):
 version 1  scalar: one block per bag, one thread per element
 version 2  x128: one thread per 16 bytes; several bags of short rows share a block
 version 3  rows in flight: each thread loads 16 bytes of eight rows before its first addition
-version 4  long bags: kernel 3, but the whole block works on each bag of more than 512 indices
+version 4  shared indices: each lane loads and checks one index of its bag, and shuffles distribute it
+version 5  long bags: version 4, but a whole block works on each bag of more than 512 indices
 
 Measured on an NVIDIA H200, B64 T1024 C128 V1000000 fp16 uniform bag=sum hotness=32, cold:
   1  scalar          not measured yet
   2  x128            not measured yet
   3  rows in flight  not measured yet
-  4  long bags       not measured yet
+  4  shared indices  not measured yet
+  5  long bags       not measured yet
 
 Includes common.h, parts/embedding_table.h.
 
@@ -43,7 +45,7 @@ Compile:  nvcc -O3 -arch=native embedding_lookup.cu -o embedding_lookup
 Run:      ./embedding_lookup                    the default: deterministic, best over the measured shapes
           ./embedding_lookup all --tokens zipf --index int64
           ./embedding_lookup all --bag sum --hotness 32 -c 128 -v 1000000 --dtype fp16
-          ./embedding_lookup 4 --bag mean --hotness 0..64 --weights
+          ./embedding_lookup 5 --bag mean --hotness 0..64 --weights
           ./embedding_lookup --help
 */
 #include "common.h"
@@ -248,9 +250,10 @@ cudaError_t embedding_lookup3(outX *out, Indices idx, EmbeddingTable<const float
                          status, N, C);
 }
 
-// Kernel 4 with the widest vector that the alignment allows, in slices of at most slice_bytes of a table row. Version 1
-// handles empty tables and grids beyond CUDA's limits.
-template <typename floatX, typename outX, int width = Packed128<floatX>::size>
+// Kernel 4 with the widest vector that the alignment allows, in slices of at most slice_bytes of a table row. The vector
+// is 16 bytes of out: with 16 bytes of a 16-bit table and float out, each store instruction of a warp would write half
+// of each sector, and the same sectors twice. Version 1 handles empty tables and grids beyond CUDA's limits.
+template <typename floatX, typename outX, int width = Packed128<outX>::size>
 cudaError_t embedding_lookup_slices(outX *out, Indices idx, EmbeddingTable<const floatX> table, status_word *status,
                                     long long N, int C, int slice_bytes, int block_size, cudaStream_t stream) {
     if constexpr (width > 1) {
@@ -332,13 +335,13 @@ struct BagSum {
     float sum[width] = {};
     long long used = 0;  // indices that are not padding
 
+    __device__ void count(int indices) { used += indices; }
     template <typename floatX>
     __device__ void add(const Packed<floatX, width> &row, float weight, long long) {
         float values[width];
         to_floats(values, row);
 #pragma unroll
         for (int k = 0; k < width; k++) sum[k] += weight * values[k];
-        used++;
     }
     __device__ void add(const BagSum &other) {
 #pragma unroll
@@ -366,6 +369,7 @@ struct BagMax {
     __device__ void take(int k, float value, long long i) {
         if (at[k] < 0 || value > largest[k] || (isnan(value) && !isnan(largest[k]))) largest[k] = value, at[k] = i;
     }
+    __device__ void count(int) {}
     template <typename floatX>
     __device__ void add(const Packed<floatX, width> &row, float, long long i) {
         float values[width];
@@ -420,6 +424,7 @@ __global__ void embedding_bag_kernel1(BagArguments<floatX, outX> args) {
                 if (row_in_table(row, bag.table.rows)) {
                     const Packed<floatX, 1> value = {{bag.table.data[row * bag.table.stride + c]}};
                     result.add(value, args.bags.weight(i), i);
+                    result.count(1);
                 } else {
                     good = false;
                     if (c == 0) report_bad_id(args.status, i);
@@ -463,80 +468,168 @@ __device__ bool add_bag_rows(Result &result, const BagArguments<floatX, outX> &a
 #pragma unroll
         for (int k = 0; k < in_flight; k++) {
             if (used[k]) result.add(values[k], weight[k], first + k);
+            result.count(used[k]);
         }
     }
     return all_good;
 }
 
-// The largest number of threads per block in kernels 2 to 4. Eight rows in flight need more than the 64 registers that
+// The largest number of threads per block in kernels 2 to 5. Eight rows in flight need more than the 64 registers that
 // blocks of 1024 threads leave to each. 512 threads with 128 bytes in flight each keep the memory of a multiprocessor
 // busy.
 constexpr int kBagThreads = 512;
+constexpr long long kAnyLength = INT64_MAX;
 
-// Each thread computes `width` columns of one bag: 16 bytes if the alignment allows. A block has blockDim.y bags, so
-// several bags of short rows share a warp. blockIdx.y is the slice of the columns.
+// A team is the threads of one threadIdx.y. It computes one bag, each thread `width` columns: 16 bytes if the alignment
+// allows. Several bags of short rows share a warp. blockIdx.y is the slice of the columns. Bags of more than `longest`
+// indices are left to kernel 5.
 //
 // Version 2 has in_flight = 1: one load moves as much as eight of kernel 1 (16-bit types), but the thread still waits
 // for each row before the next. Version 3 has in_flight = 8: 128 bytes per thread are in flight. Cost: registers, and
 // wasted loads where the number of indices is not a multiple of 8. Both lose where one bag is much longer than the
-// others: only the threads of one row work on it.
+// others: only the threads of one team work on it.
 template <BagMode mode, typename floatX, typename outX, int width, int in_flight>
-__global__ void __launch_bounds__(kBagThreads) embedding_bag_kernel2(BagArguments<floatX, outX> args) {
+__global__ void __launch_bounds__(kBagThreads)
+    embedding_bag_kernel2(BagArguments<floatX, outX> args, long long longest) {
     const long long g = (long long)blockIdx.x * blockDim.y + threadIdx.y;
     const unsigned c = (blockIdx.y * blockDim.x + threadIdx.x) * width;
     if (g >= args.bags.bags || c >= (unsigned)args.C) return;
     const Bag<floatX> bag = bag_of(args, g);
+    if (bag.end - bag.begin > longest) return;
     BagResult<mode, outX, width> result;
     const bool good = add_bag_rows<in_flight, width>(result, args, bag.table, bag.begin, bag.end, c);
     store_bag<width>(args, bag, c, result, good);
 }
 
-constexpr int kLongBag = 512;  // indices
+// The lanes of a team that are in one warp, if blockDim.x is a power of two up to 32 or a multiple of 32.
+struct WarpTeam {
+    unsigned lanes, lane, mask;
+    __device__ WarpTeam() {
+        lanes = min(blockDim.x, 32u);
+        lane = threadIdx.x % lanes;
+        mask = lanes == 32 ? 0xffffffffu : ((1u << lanes) - 1) << (threadIdx.y * lanes % 32);
+    }
+};
 
-// A team is the threads of one threadIdx.y. First each team computes its own bag, as in version 3, unless the bag is
-// long. Then the whole block computes its long bags, one after the other: each team adds an equal part of the indices,
-// and the first team adds the parts in order. A bag of 100,000 indices has all the block's loads in flight, where
-// version 3 has those of a single team. The order of the additions depends only on the bag's length and the block's
-// shape. Cost: one block barrier; without long bags nothing else.
-template <BagMode mode, typename floatX, typename outX, int width>
-__global__ void __launch_bounds__(kBagThreads) embedding_bag_kernel4(BagArguments<floatX, outX> args) {
-    typedef BagResult<mode, outX, width> Result;
-    constexpr int in_flight = 8;
-    extern __shared__ __align__(16) char shared_bytes[];
-    Result *const handed_over = reinterpret_cast<Result *>(shared_bytes);  // (blockDim.x)
-    const unsigned teams = blockDim.y, team = threadIdx.y;
-    const long long first_bag = (long long)blockIdx.x * teams;
-    const unsigned c = (blockIdx.y * blockDim.x + threadIdx.x) * width;
-    const bool has_column = c < (unsigned)args.C;
+// The number of lanes of such a team for so many vectors of a row.
+inline int warp_team_lanes(int vectors) {
+    if (vectors > 16) return ceil_div(vectors, 32) * 32;
+    int lanes = 1;
+    while (lanes < vectors) lanes *= 2;
+    return lanes;
+}
 
-    bool long_bag = false;
-    if (first_bag + team < args.bags.bags) {
-        const Bag<floatX> bag = bag_of(args, first_bag + team);
-        long_bag = bag.end - bag.begin > kLongBag;
-        if (!long_bag && has_column) {
-            Result result;
-            const bool good = add_bag_rows<in_flight, width>(result, args, bag.table, bag.begin, bag.end, c);
-            store_bag<width>(args, bag, c, result, good);
+// add_bag_rows() by a team whose lanes share the indices: each lane loads and checks one index and computes its row's
+// offset, and the lanes exchange the offsets by shuffles. All lanes of the team call, with at least in_flight lanes.
+template <int in_flight, int width, typename floatX, typename outX, typename Result>
+__device__ bool add_bag_rows_shared(Result &result, const BagArguments<floatX, outX> &args,
+                                    const EmbeddingTable<const floatX> &table, long long first, long long last,
+                                    unsigned c) {
+    const WarpTeam team;
+    bool bad = false;
+#pragma unroll 1
+    for (; first < last; first += team.lanes) {
+        const long long i = first + team.lane;
+        long long offset = -1;  // of the row in the table; -1: no row
+        float weight = 0.0f;
+        if (i < last) {
+            const long long row = args.bags.idx[i];
+            weight = args.bags.weight(i);
+            if (!args.bags.is_padding(row)) {
+                if (row_in_table(row, table.rows)) {
+                    offset = row * table.stride;
+                } else {
+                    bad = true;
+                    report_bad_id(args.status, i);
+                }
+            }
+        }
+        result.count(__popc(__ballot_sync(team.mask, offset >= 0)));
+        const int count = (int)min((long long)team.lanes, last - first);
+#pragma unroll 1
+        for (int begin = 0; begin < count; begin += in_flight) {
+            Packed<floatX, width> values[in_flight];
+            float weights[in_flight];
+            bool used[in_flight];
+#pragma unroll
+            for (int k = 0; k < in_flight; k++) {
+                const long long at = __shfl_sync(team.mask, offset, begin + k, team.lanes);
+                weights[k] = args.bags.weights ? __shfl_sync(team.mask, weight, begin + k, team.lanes) : 1.0f;
+                used[k] = at >= 0;
+                values[k] = load_packed<Packed<floatX, width>>(table.data + ((used[k] ? at : 0) + c));
+            }
+#pragma unroll
+            for (int k = 0; k < in_flight; k++) {
+                if (used[k]) result.add(values[k], weights[k], first + begin + k);
+            }
         }
     }
-    if (!__syncthreads_or(long_bag)) return;
-    for (unsigned t = 0; t < teams && first_bag + t < args.bags.bags; t++) {
-        const Bag<floatX> bag = bag_of(args, first_bag + t);
-        const long long length = bag.end - bag.begin;
-        if (length <= kLongBag) continue;
-        const long long piece = ceil_div(length, (long long)teams);
-        const long long begin = min(bag.begin + team * piece, bag.end), end = min(begin + piece, bag.end);
-        Result result;
-        bool good = true;
-        if (has_column) good = add_bag_rows<in_flight, width>(result, args, bag.table, begin, end, c);
-        const bool bad = __syncthreads_or(!good);
-        for (unsigned next = 1; next < teams; next++) {
-            if (team == next) handed_over[threadIdx.x] = result;
-            __syncthreads();
-            if (team == 0) result.add(handed_over[threadIdx.x]);
+    return !__any_sync(team.mask, bad);
+}
+
+// The first column of the thread's vector. Lanes past the last column repeat the last vector: they take part in the
+// shuffles, load what another lane loads, and store nothing.
+template <int width>
+__device__ unsigned column_of_lane(unsigned C, bool *stores) {
+    const unsigned vector = blockIdx.y * blockDim.x + threadIdx.x, vectors = C / width;
+    *stores = vector < vectors;
+    return (*stores ? vector : vectors - 1) * width;
+}
+
+// Kernel 2 whose lanes share the indices. In kernel 2 every lane loads and checks every index of its bag, about as many
+// instructions as the additions of a row take. Here these instructions are spent once for each index of a team, and one
+// load brings as many indices as the team has lanes. Cost: two or three shuffles per row, and idle lanes where the
+// vectors of a row are neither a power of two nor a multiple of 32.
+template <BagMode mode, typename floatX, typename outX, int width>
+__global__ void __launch_bounds__(kBagThreads)
+    embedding_bag_kernel4(BagArguments<floatX, outX> args, long long longest) {
+    const long long g = (long long)blockIdx.x * blockDim.y + threadIdx.y;
+    if (g >= args.bags.bags) return;
+    const Bag<floatX> bag = bag_of(args, g);
+    if (bag.end - bag.begin > longest) return;
+    bool stores;
+    const unsigned c = column_of_lane<width>(args.C, &stores);
+    BagResult<mode, outX, width> result;
+    const bool good = add_bag_rows_shared<8, width>(result, args, bag.table, bag.begin, bag.end, c);
+    if (stores) store_bag<width>(args, bag, c, result, good);
+}
+
+constexpr int kLongBag = 512;  // indices
+
+// One block for each bag of more than kLongBag indices: each team adds an equal part of the indices, and the first team
+// adds the parts in order. A bag of 100,000 indices has all the block's loads in flight, where version 4 has those of
+// one team. The block finds the long bags among the bags blockIdx.x, blockIdx.x + gridDim.x, ...
+template <BagMode mode, typename floatX, typename outX, int width>
+__global__ void __launch_bounds__(kBagThreads) embedding_bag_kernel5(BagArguments<floatX, outX> args) {
+    typedef BagResult<mode, outX, width> Result;
+    extern __shared__ __align__(16) char shared_bytes[];
+    Result *const parts = reinterpret_cast<Result *>(shared_bytes);  // (teams, lanes)
+    const unsigned teams = blockDim.y, team = threadIdx.y, threads = blockDim.x * teams;
+    const unsigned thread = team * blockDim.x + threadIdx.x;
+    bool stores;
+    const unsigned c = column_of_lane<width>(args.C, &stores);
+    auto is_long = [&](long long g) {
+        return g < args.bags.bags && args.bags.begin(g + 1) - args.bags.begin(g) > kLongBag;
+    };
+    for (long long first = blockIdx.x; first < args.bags.bags; first += (long long)gridDim.x * threads) {
+        if (!__syncthreads_or(is_long(first + (long long)thread * gridDim.x))) continue;
+#pragma unroll 1
+        for (unsigned t = 0; t < threads; t++) {
+            const long long g = first + (long long)t * gridDim.x;
+            if (!is_long(g)) continue;
+            const Bag<floatX> bag = bag_of(args, g);
+            const long long piece = ceil_div(bag.end - bag.begin, (long long)teams);
+            const long long begin = min(bag.begin + team * piece, bag.end), end = min(begin + piece, bag.end);
+            Result result;
+            const bool good = add_bag_rows_shared<8, width>(result, args, bag.table, begin, end, c);
+            if (team > 0) parts[thread] = result;
+            const bool bad = __syncthreads_or(!good);
+            if (team == 0) {
+                for (unsigned next = 1; next < teams; next++) result.add(parts[next * blockDim.x + threadIdx.x]);
+                if (stores) store_bag<width>(args, bag, c, result, !bad);
+            }
             __syncthreads();
         }
-        if (team == 0 && has_column) store_bag<width>(args, bag, c, result, !bad);
     }
 }
 
@@ -544,12 +637,12 @@ __global__ void __launch_bounds__(kBagThreads) embedding_bag_kernel4(BagArgument
 // launchers of the bags
 
 // Every launcher: arrays in device memory, row-major, aligned to the element size. outX: floatX, or float. Sums are
-// float in an order that depends only on the bag's length and the block size, so results are deterministic. out is
-// rounded once. An empty bag, or a bag of padding only, is 0 in every mode. The mean divides by the number of indices
-// that are not padding. A bag with a bad index is NaN, and status holds the first position in idx of a bad index.
-// Nothing outside the tables is read. block_size: a multiple of 32, at most 1024; else cudaErrorInvalidValue. Returns
-// the launch's error, or cudaSuccess without a launch when there is no work. Allocates nothing, does not synchronise,
-// keeps a pending CUDA error pending.
+// float in an order that depends only on the bag's length and C, so results are deterministic. out is rounded once. An
+// empty bag, or a bag of padding only, is 0 in every mode. The mean divides by the number of indices that are not
+// padding. A bag with a bad index is NaN, and status holds the first position in idx of a bad index. Nothing outside
+// the tables is read. block_size: a multiple of 32, at most 1024; else cudaErrorInvalidValue. Returns the launch's
+// error, or cudaSuccess without a launch when there is no work. Allocates nothing, does not synchronise, keeps a
+// pending CUDA error pending.
 template <typename floatX, typename outX>
 using EmbeddingBag = cudaError_t (*)(const BagArguments<floatX, outX> &args, int block_size, cudaStream_t stream);
 
@@ -566,10 +659,11 @@ cudaError_t embedding_bag1(const BagArguments<floatX, outX> &args, int block_siz
 // Kernel 2 with the widest vector that the alignment allows. Version 1 handles empty tables and grids beyond CUDA's
 // limits.
 template <int in_flight, typename floatX, typename outX, int width = Packed128<floatX>::size>
-cudaError_t embedding_bag_vectors(const BagArguments<floatX, outX> &args, int block_size, cudaStream_t stream) {
+cudaError_t embedding_bag_vectors(const BagArguments<floatX, outX> &args, long long longest, int block_size,
+                                  cudaStream_t stream) {
     if constexpr (width > 1) {
         if (row_width(args.table, args.out, args.C) < width) {
-            return embedding_bag_vectors<in_flight, floatX, outX, width / 2>(args, block_size, stream);
+            return embedding_bag_vectors<in_flight, floatX, outX, width / 2>(args, longest, block_size, stream);
         }
     }
     if (args.bags.bags == 0 || args.C == 0) return cudaSuccess;
@@ -578,39 +672,79 @@ cudaError_t embedding_bag_vectors(const BagArguments<floatX, outX> &args, int bl
     if (!shape.possible || args.table.rows <= 0) return embedding_bag1(args, block_size, stream);
     const auto kernel = args.bags.mode == kBagMax ? embedding_bag_kernel2<kBagMax, floatX, outX, width, in_flight>
                                                   : embedding_bag_kernel2<kBagSum, floatX, outX, width, in_flight>;
-    return launch_kernel(kernel, shape.grid, shape.block, 0, stream, args);
+    return launch_kernel(kernel, shape.grid, shape.block, 0, stream, args, longest);
 }
 
 template <typename floatX, typename outX>
 cudaError_t embedding_bag2(const BagArguments<floatX, outX> &args, int block_size, cudaStream_t stream) {
-    return embedding_bag_vectors<1>(args, block_size, stream);
+    return embedding_bag_vectors<1>(args, kAnyLength, block_size, stream);
 }
 
 template <typename floatX, typename outX>
 cudaError_t embedding_bag3(const BagArguments<floatX, outX> &args, int block_size, cudaStream_t stream) {
-    return embedding_bag_vectors<8>(args, block_size, stream);
+    return embedding_bag_vectors<8>(args, kAnyLength, block_size, stream);
 }
 
-// Kernel 4 with the widest vector that the alignment allows. Version 1 handles empty tables and grids beyond CUDA's
-// limits.
+// Kernel 4 with the widest vector that the alignment allows, or kernel 2 (eight rows in flight) where a row has fewer
+// than eight vectors. Version 1 handles empty tables and grids beyond CUDA's limits.
 template <typename floatX, typename outX, int width = Packed128<floatX>::size>
-cudaError_t embedding_bag4(const BagArguments<floatX, outX> &args, int block_size, cudaStream_t stream) {
+cudaError_t embedding_bag_shared(const BagArguments<floatX, outX> &args, long long longest, int block_size,
+                                 cudaStream_t stream) {
     if constexpr (width > 1) {
         if (row_width(args.table, args.out, args.C) < width) {
-            return embedding_bag4<floatX, outX, width / 2>(args, block_size, stream);
+            return embedding_bag_shared<floatX, outX, width / 2>(args, longest, block_size, stream);
         }
     }
-    if (args.bags.bags == 0 || args.C == 0) return cudaSuccess;
+    const int lanes = warp_team_lanes(args.C / width);
+    if (lanes < 8) return embedding_bag_vectors<8>(args, longest, block_size, stream);
+    if (args.bags.bags == 0) return cudaSuccess;
     if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
-    const TeamGrid shape(args.bags.bags, 1, args.C / width, std::min(block_size, kBagThreads));
+    const TeamGrid shape(args.bags.bags, 1, lanes, std::min(block_size, kBagThreads));
     if (!shape.possible || args.table.rows <= 0) return embedding_bag1(args, block_size, stream);
+    const auto kernel = args.bags.mode == kBagMax ? embedding_bag_kernel4<kBagMax, floatX, outX, width>
+                                                  : embedding_bag_kernel4<kBagSum, floatX, outX, width>;
+    return launch_kernel(kernel, shape.grid, shape.block, 0, stream, args, longest);
+}
+
+template <typename floatX, typename outX>
+cudaError_t embedding_bag4(const BagArguments<floatX, outX> &args, int block_size, cudaStream_t stream) {
+    return embedding_bag_shared(args, kAnyLength, block_size, stream);
+}
+
+// Kernel 5 with the widest vector that the alignment allows.
+template <typename floatX, typename outX, int width = Packed128<floatX>::size>
+cudaError_t embedding_bag_long(const BagArguments<floatX, outX> &args, cudaStream_t stream) {
+    if constexpr (width > 1) {
+        if (row_width(args.table, args.out, args.C) < width) {
+            return embedding_bag_long<floatX, outX, width / 2>(args, stream);
+        }
+    }
     const bool max = args.bags.mode == kBagMax;
     const auto kernel =
-        max ? embedding_bag_kernel4<kBagMax, floatX, outX, width> : embedding_bag_kernel4<kBagSum, floatX, outX, width>;
-    // One result per thread of a team: at most 24 KB, since each of two or more teams has at most 256 threads.
+        max ? embedding_bag_kernel5<kBagMax, floatX, outX, width> : embedding_bag_kernel5<kBagSum, floatX, outX, width>;
+    // One result per thread: at most 48 KB.
     const size_t result_size = max ? sizeof(BagMax<outX, width>) : sizeof(BagSum<outX, width>);
-    const size_t shared = shape.block.y > 1 ? shape.block.x * result_size : 0;
-    return launch_kernel(kernel, shape.grid, shape.block, shared, stream, args);
+    TeamGrid shape(1, 1, std::max(8, warp_team_lanes(args.C / width)), kBagThreads);
+    shape.grid.x = (unsigned)std::min(args.bags.bags, 1024LL);
+    return launch_kernel(kernel, shape.grid, shape.block, kBagThreads * result_size, stream, args);
+}
+
+// Version 4 for the bags of at most kLongBag indices, and kernel 5 for the others. Without offsets all bags have the
+// same length, and one of the two launches suffices. Cost: with offsets, the second launch and one look at each bag's
+// length. Loses, by that, where no bag is long.
+template <typename floatX, typename outX>
+cudaError_t embedding_bag5(const BagArguments<floatX, outX> &args, int block_size, cudaStream_t stream) {
+    const long long most = args.bags.offsets.data ? args.bags.count : args.bags.hotness;  // indices of a bag
+    if (most <= kLongBag || args.C == 0 || args.table.rows <= 0 || args.C / kBagThreads > 65535) {
+        return embedding_bag4(args, block_size, stream);
+    }
+    if (args.bags.bags == 0) return cudaSuccess;
+    if (!valid_block_size(block_size)) return cudaErrorInvalidValue;
+    if (args.bags.offsets.data) {
+        const cudaError_t error = embedding_bag_shared(args, kLongBag, block_size, stream);
+        if (error != cudaSuccess) return error;
+    }
+    return embedding_bag_long(args, stream);
 }
 
 template <typename floatX, typename outX>
@@ -618,8 +752,9 @@ constexpr Version<EmbeddingBag<floatX, outX>> embedding_bag_versions[] = {
     {1, "scalar", "one block per bag, one thread per element", embedding_bag1<floatX, outX>, 128},
     {2, "x128", "one thread per 16 bytes; bags of short rows share a block", embedding_bag2<floatX, outX>, 128},
     {3, "rows in flight", "each thread loads eight rows at once", embedding_bag3<floatX, outX>, 128, kSameBits},
-    {4, "long bags", "the whole block works on each long bag", embedding_bag4<floatX, outX>, 128,
-     kSameAtABlockSize},
+    {4, "shared indices", "each lane loads one index; shuffles distribute it", embedding_bag4<floatX, outX>, 128,
+     kSameBits},
+    {5, "long bags", "a whole block works on each long bag", embedding_bag5<floatX, outX>, 128, kSameBits},
 };
 
 }  // namespace bookends

@@ -7,7 +7,7 @@ import bookends
 from bookends import (BF16, CHANNELS, DTYPES, FP16, FP32, MAX, MEAN, OK, SUM, VALUE_FILL, Array, BagOptions,
                       from_bits, random_bits, status_array, to_bits)
 
-VERSIONS, BAG_VERSIONS = (1, 2, 3, 4, 5), (1, 2, 3, 4)
+VERSIONS, BAG_VERSIONS = (1, 2, 3, 4, 5), (1, 2, 3, 4, 5)
 TYPES = [(FP32, FP32), (FP16, FP16), (FP16, FP32), (BF16, BF16), (BF16, FP32)]
 INDEX_TYPES = (np.int32, np.int64)
 
@@ -426,6 +426,6 @@ def test_refusals():
             (dict(mode=MAX, weights=floats), bookends.ERROR_NOT_NULL, "weights must be null"),
             (dict(out=None), bookends.ERROR_NULL, "out is null"), (dict(ids=None), bookends.ERROR_NULL, "idx is null"),
             (dict(table=None), bookends.ERROR_NULL, "table is null"),
-            (dict(version=5), bookends.ERROR_VERSION, "no version 5")):
+            (dict(version=6), bookends.ERROR_VERSION, "no version 6")):
         assert bag(**changes)[0] == code and words in bag(**changes)[1], (changes, bag(**changes))
     assert (array.get() == 0xffff).all()

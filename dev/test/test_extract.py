@@ -17,7 +17,7 @@ SCRIPT = ROOT / "scripts" / "extract.py"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 CXX = (os.environ.get("CXX") or "g++").split()
 VERSIONS = {"encoder_forward": range(1, 6), "encoder_backward": range(1, 8), "embedding_lookup": range(1, 6),
-            "embedding_bag": range(1, 5), "embedding_bag_backward": range(1, 5), "embedding_overwrite": range(1, 6),
+            "embedding_bag": range(1, 6), "embedding_bag_backward": range(1, 5), "embedding_overwrite": range(1, 6),
             "embedding_accumulate": range(1, 5), "embedding_optimizer": range(1, 4), "classifier_fused": range(1, 6),
             "lm_head": range(1, 7)}
 # The call of a version's plain function, by the names that DRIVER gives the arguments.
