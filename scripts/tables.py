@@ -22,60 +22,16 @@ import json
 import os
 import re
 import sys
-import typing
 
 import extract
+import results
+from results import KERNELS, LADDERS, RESULTS, ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-RESULTS = os.path.join(ROOT, "dev", "results")
 PAGES = [os.path.join(ROOT, "README.md"), os.path.join(RESULTS, "README.md")]
 
 # The device of the ladders and of the summary.
 LADDER_DEVICE, LADDER_NAME = "nvidia-h200", "NVIDIA H200"
-
-
-class Ladder(typing.NamedTuple):
-    """A table of versions, NAME_versions in KERNEL.cu, and the shape that its ladder and the summary show."""
-    name: str
-    kernel: str
-    shape: str
-
-
-LADDERS = [
-    Ladder("encoder_forward", "encoder_forward", "B64 T1024 C768 V50257 bf16 uniform"),
-    Ladder("encoder_backward", "encoder_backward", "B64 T1024 C768 V50257 bf16 zipf"),
-    Ladder("embedding_lookup", "embedding_lookup", "B64 T1024 C768 V50257 bf16 uniform"),
-    Ladder("embedding_bag", "embedding_lookup", "B64 T1024 C128 V1000000 fp16 uniform bag=sum hotness=32"),
-    Ladder("embedding_bag_backward", "embedding_lookup_backward",
-           "B8 T1024 C128 V10000000 fp16 zipf grad_dtype=fp32 hotness=32 sparse"),
-    Ladder("embedding_overwrite", "embedding_update", "B64 T1024 C256 V10000000 fp32 uniform"),
-    Ladder("embedding_accumulate", "embedding_update", "B64 T1024 C256 V100000 fp32 zipf op=accumulate"),
-    Ladder("embedding_optimizer", "embedding_update", "B64 T1024 C256 V10000000 fp32 uniform op=rowwise-adagrad"),
-    Ladder("classifier_fused", "classifier_fused", "B8 T1024 V50257 P50304 bf16 uniform"),
-    Ladder("lm_head", "lm_head", "B8 T1024 C2048 V128256 bf16 uniform"),
-]
 CHANGED = "The kernels have changed since."
-KERNELS = list(dict.fromkeys(ladder.kernel for ladder in LADDERS))
-
-# Options that only some kernels have, and the values that go without saying.
-DEFAULTS = {"no_positions": False, "grad_dtype": "same", "overwrite": False, "rounding": "nearest",
-            "bag": "concat", "out_dtype": "same", "index": "int32", "weights": False, "stride": 0, "padding_idx": -1,
-            "tables": 1, "hotness": "1", "sparse": False, "dweights": False, "op": "overwrite", "value_dtype": "same",
-            "distinct": False, "scale": 1, "weight_decay": 0, "logits": "gaussian", "output": "in-place", "probs": False, "lse": False, "accuracy": False,
-            "label_smoothing": 0, "z_loss": 0, "softcap": 0, "logit_scale": 1, "ignore_every": 0,
-            "gradients": "both", "forward": False, "bias": False, "tf32": False, "memory": "25%", "sweep": "none",
-            "graph": False, "spread": 2}
-OWN_DEFAULTS = {"lm_head": {"grad_dtype": "fp32"}, "embedding_lookup_backward": {"bag": "sum", "hotness": None}}
-
-
-def shape(record):
-    parts = [f"{key}{record[key]}" for key in "BTCVP" if record[key] is not None]
-    parts += [record["dtype"], record["tokens"]]
-    for key, default in {**DEFAULTS, **OWN_DEFAULTS.get(record["kernel"], {})}.items():
-        value = record.get(key, default)
-        if value != default:
-            parts.append(key if value is True else f"{key}={value}")
-    return " ".join(parts)
 
 
 def best_records(device, kernel):
@@ -83,13 +39,8 @@ def best_records(device, kernel):
     path = os.path.join(RESULTS, device, kernel + ".jsonl")
     if not os.path.exists(path):
         return [], {}
-    with open(path) as file:
-        records = [json.loads(line) for line in file]
-    best = {}
-    for record in records:
-        if record.get("best"):
-            best.setdefault(shape(record), {})[record["version"]] = record
-    return records, best
+    records = results.read(path)
+    return records, results.best_by_shape(records)
 
 
 def table(device, kernel):
@@ -174,8 +125,7 @@ def has_changed(kernel, records):
 
 
 def stamp(path):
-    with open(path) as file:
-        records = [json.loads(line) for line in file]
+    records = results.read(path)
     with open(path, "w") as file:
         for record in records:
             record["source"] = source_hash(record["kernel"])
