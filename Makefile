@@ -75,7 +75,7 @@ ifeq ($(filter -j% --jobserver%,$(MAKEFLAGS)),)
 endif
 
 .DEFAULT_GOAL := all
-.PHONY: all run test test-python lib install package libraries programs binaries warnings results profile sass clean help FORCE $(KERNELS)
+.PHONY: all run test test-python lib install package libraries programs binaries warnings results plots profile sass clean help FORCE $(KERNELS)
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -149,9 +149,13 @@ warnings: $(HEADERS:%=$(SOURCE)%) $(CHECKED:%=$(SOURCE)%) ## every source of the
 	    done; \
 	done
 
-results: ## measures the README's shapes on the GPU at hand, into dev/results, and writes the README's tables
+results: ## measures the README's shapes on the GPU at hand, into dev/results; writes the README's tables and pictures
 	scripts/measure.sh
 	scripts/tables.py
+	$(MAKE) plots
+
+plots: $(filter build/%,$(TEST_PYTHON)) ## the README's pictures, from dev/results (needs matplotlib)
+	$(TEST_PYTHON) scripts/plot.py dev/results/nvidia-h200/*.jsonl -o dev/results/nvidia-h200 --only ladder,memory --format svg
 
 # What profile and sass look at; a build of the CPU device has neither.
 K ?= $(firstword $(KERNELS))

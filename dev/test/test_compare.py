@@ -144,7 +144,8 @@ def test_products_and_their_ceiling(tmp_path):
 
 
 def test_a_sweep_and_markdown():
-    result = compare("encoder_forward", *SMALL, "--versions", "3,5", "--sweep", "V=64..300", "--repeat", 2, "--markdown")
+    result = compare("encoder_forward", *SMALL, "--versions", "3,5", "--sweep", "V=64..300", "--repeat", 2,
+                     "--markdown")
     assert (result.returncode, result.stderr) == (0, ""), result
     lines = result.stdout.splitlines()
     headings = [line for line in lines if line.startswith("### encoder_forward  B2")]
