@@ -18,9 +18,10 @@ version 4  x128: version 3 with 16 bytes per load
 
 Measured on an NVIDIA H200, B8 T1024 C128 V10000000 fp16 zipf grad_dtype=fp32 hotness=32 sparse, cold:
   1  atomics         not measured yet
-  2  groups          not measured yet
-  3  tiles           not measured yet
-  4  x128            not measured yet
+  2  groups             5.8049 ms    0.1% of copy
+  3  tiles              0.1639 ms    5.3% of copy   35x the version before
+  4  x128               0.1197 ms    7.3% of copy   1.37x the version before
+  The kernels have changed since.
 
 Includes common.h, parts/embedding_table.h, parts/group_sums.h (with parts/sorted_groups.h, rows.h, workspace.h).
 
@@ -400,8 +401,6 @@ cudaError_t backward_by_groups(const BagBackwardArguments<floatX, gradX> &args, 
     cudaError_t error = scratch.lay_out(args.workspace, bags, args.C);
     if (error != cudaSuccess) return error;
     if (args.indices) scratch.groups.indices = args.indices, scratch.groups.count = args.distinct;
-    const cudaError_t pending = cudaPeekAtLastError();
-    if (pending != cudaSuccess) return pending;
     error = zero_dense(args, stream);
     if (error == cudaSuccess) error = resolve_bags(bags, scratch, stream);
     if (error == cudaSuccess) error = launch_dweights(args, scratch, stream);

@@ -16,14 +16,13 @@ version 6  slices: one slice of the columns at a time, so that dwte finds in the
 version 7  overlap: dwpe begins while the positions are being grouped
 
 Measured on an NVIDIA H200, B64 T1024 C768 V50257 bf16 zipf, cold:
-  1  atomics           35.3588 ms    0.1% of copy
-  2  no atomics        49.8618 ms    0.1% of copy   0.71x the version before
-  3  x128 atomics       0.1556 ms   20.9% of copy   320x the version before
-  4  plain groups    not measured yet
-  5  grouped            0.0955 ms   34.1% of copy
-  6  slices             0.0818 ms   39.8% of copy   1.17x the version before
-  7  overlap            0.0715 ms   45.5% of copy   1.14x the version before
-  The kernels have changed since.
+  1  atomics           33.9284 ms    0.1% of copy
+  2  no atomics        49.9626 ms    0.1% of copy   0.68x the version before
+  3  x128 atomics       0.1557 ms   20.9% of copy   321x the version before
+  4  plain groups       6.4101 ms    0.5% of copy   0.02x the version before
+  5  grouped            0.0956 ms   34.1% of copy   67x the version before
+  6  slices             0.0821 ms   39.7% of copy   1.16x the version before
+  7  overlap            0.0713 ms   45.7% of copy   1.15x the version before
 
 Includes common.h, parts/group_positions.h (the grouping), parts/launch.h and parts/rows.h.
 

@@ -12,12 +12,11 @@ version 4  rows in flight: a thread keeps its 16 bytes of wpe[t] and reads four 
 version 5  slices: kernel 4, all positions for one slice of the columns, then the next: a repeated id meets the L2
 
 Measured on an NVIDIA H200, B64 T1024 C768 V50257 bf16 uniform, cold:
-  1  per token          0.9209 ms    4.1% of copy
-  2  parallel           0.2596 ms   14.5% of copy   3.55x the version before
-  3  x128               0.0676 ms   55.5% of copy   3.84x the version before
-  4  rows in flight     0.0475 ms   79.1% of copy   1.42x the version before
-  5  slices             0.0466 ms   80.6% of copy   1.02x the version before
-  The kernels have changed since.
+  1  per token          0.9078 ms    4.1% of copy
+  2  parallel           0.2551 ms   14.6% of copy   3.56x the version before
+  3  x128               0.0716 ms   52.1% of copy   3.56x the version before
+  4  rows in flight     0.0478 ms   78.0% of copy   1.50x the version before
+  5  slices             0.0460 ms   81.1% of copy   1.04x the version before
 
 Compile:  nvcc -O3 -arch=native encoder_forward.cu -o encoder_forward
 Run:      ./encoder_forward           the default: deterministic, best over the measured shapes

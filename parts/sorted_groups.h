@@ -65,8 +65,11 @@ inline cudaError_t sum_heads(void *storage, size_t *bytes, const SortedGroups &g
 }
 
 // Places the arrays one after the other and advances *workspace to their end. Null as a workspace is allowed: only the
-// size is computed then. Returns an error of CUB's queries.
+// size is computed then. Returns an error of CUB's queries. CUB would take a pending CUDA error for its own, and clear
+// it: such an error is returned before CUB is called, and stays pending.
 inline cudaError_t SortedGroups::lay_out(char **workspace) {
+    const cudaError_t pending = cudaPeekAtLastError();
+    if (pending != cudaSuccess) return pending;
     const KeepPendingError keep;
     size_t sort_bytes = 0, scan_bytes = 0;
     cudaError_t error = wide_keys() ? sort_keys<unsigned long long>(nullptr, &sort_bytes, *this, 0)
@@ -148,13 +151,10 @@ cudaError_t sort_groups_by(const SortedGroups &groups, RowOf row_of, Visit visit
     return launch_kernel(sorted_groups_finish_kernel<Key, Visit>, grid_size, block_size, 0, stream, groups, visit);
 }
 
-// Fills the arrays of `groups`. row_of and visit are device functors (see the kernels). Returns the first error. CUB
-// takes a pending CUDA error for an error of its own: such an error is returned before anything is launched, and stays
-// pending.
+// Fills the arrays of `groups`, which are laid out. row_of and visit are device functors (see the kernels). Returns the
+// first error.
 template <typename RowOf, typename Visit>
 cudaError_t sort_groups(const SortedGroups &groups, RowOf row_of, Visit visit, cudaStream_t stream) {
-    const cudaError_t pending = cudaPeekAtLastError();
-    if (pending != cudaSuccess) return pending;
     const KeepPendingError keep;
     if (groups.N == 0) {
         const cudaError_t error = cudaMemsetAsync(groups.count, 0, sizeof(*groups.count), stream);

@@ -10,6 +10,7 @@ shown.
 
     <!-- summary nvidia-h200 -->                 one row a kernel: its default version at one shape
     <!-- table nvidia-h200 encoder_forward -->   a table of dev/results/nvidia-h200/encoder_forward.jsonl
+    <!-- peers nvidia-h200 -->                   one row a job of dev/bench/peers.py (dev/results/nvidia-h200/peers)
     <!-- output nvidia-h200/run.txt -->          that file of dev/results, as a block of text
     <!-- end -->                                 ends each of them
 
@@ -71,6 +72,33 @@ def table(device, kernel):
     if has_changed(kernel, records):
         notes += f" {CHANGED}"
     return "\n".join([*lines, "", notes])
+
+
+def peers(device):
+    """One row a job: the time of this library, and those of the peers with their multiples of it."""
+    folder = os.path.join(RESULTS, device, "peers")
+    records = [record for name in sorted(os.listdir(folder)) for record in results.read(os.path.join(folder, name))]
+    lines = ["| job | cache | bookends | peers |", "|---|---|---|---|"]
+    for job in dict.fromkeys(record["job"] for record in records):
+        rows = [record for record in records if record["job"] == job]
+        ours = min(row["time_ms"] for row in rows if row["peer"].startswith("bookends") and "time_ms" in row)
+
+        def text(row):
+            if "error" in row:
+                return f"{row['peer']}: {row['error']}"
+            share = f", {row['pct_of_copy']:.0f}%" if "pct_of_copy" in row else ""
+            if row["peer"].startswith("bookends"):
+                return f"{row['peer'].partition(', ')[2]} {row['time_ms']:.4f} ms{share}".strip()
+            return f"{row['peer']} {row['time_ms']:.4f} ms{share} ({row['time_ms'] / ours:.2f}x)"
+        columns = ["; ".join(text(row) for row in rows if row["peer"].startswith("bookends") == own)
+                   for own in (True, False)]
+        lines.append(f"| {job.removesuffix(' hot')} | {rows[0]['cache']} | {columns[0]} | {columns[1]} |")
+    versions = {f"{name} {number}" for record in records for name, number in record["versions"].items()}
+    rates = [record["copy_gbps"] for record in records]
+    lines += ["", caption(records) + "medians, the fewest bytes over the time as a share of the copy rate in the same process "
+              f"({min(rates):.0f} to {max(rates):.0f} GB/s), and the multiple of this library's shortest time. "
+              f"Found: {', '.join(sorted(versions, key=str.lower))}."]
+    return "\n".join(lines)
 
 
 def caption(records):
@@ -179,9 +207,9 @@ def output(path):
 def fill(text):
     def replace(match):
         kind, *arguments = match[1].split()
-        body = {"table": table, "output": output, "summary": summary}[kind](*arguments)
+        body = {"table": table, "output": output, "peers": peers, "summary": summary}[kind](*arguments)
         return f"<!-- {match[1]} -->\n{body}\n<!-- end -->"
-    return re.sub(r"<!-- ((?:table|output|summary) [^>]*?) -->\n.*?<!-- end -->", replace, text, flags=re.S)
+    return re.sub(r"<!-- ((?:table|output|peers|summary) [^>]*?) -->\n.*?<!-- end -->", replace, text, flags=re.S)
 
 
 def main():

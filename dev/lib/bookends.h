@@ -180,7 +180,7 @@ typedef struct {
  *   options     null: BK_BAG_OPTIONS
  *
  * Sums are float and are rounded once. Their order depends on the bag's length, C and the alignment only, so the bits
- * are the same each time. Version 4 divides bags of more than 512 indices into parts; versions 1 to 3 add in order. A
+ * are the same each time. Version 5 divides bags of more than 512 indices into parts; versions 1 to 4 add in order. A
  * mean divides by the number of indices that are not padding. A bag that is empty, or consists of padding, is 0 in
  * every mode. NaN is larger than any number. The other arguments are those of bk_embedding_lookup. */
 int bk_embedding_bag(void *out, int64_t *argmax, const void *idx, const void *table, int64_t *status, int64_t count,
@@ -188,8 +188,8 @@ int bk_embedding_bag(void *out, int64_t *argmax, const void *idx, const void *ta
                      bk_dtype out_dtype, bk_index_type index_type, int version, bk_stream stream);
 
 /* Bytes of workspace that bk_embedding_bag_backward needs: about 40 bytes for each index (48 if rows is 2^32 or more),
- * and 4*C for each 16 indices. 0 for arguments that it refuses. The pointers of the options are only compared with
- * null. */
+ * and 4*C for each 16 indices. 0 for arguments that it refuses, and while a CUDA error is pending. The pointers of the
+ * options are only compared with null. */
 size_t bk_embedding_bag_backward_workspace_bytes(int64_t count, int64_t bags, int C, int64_t rows,
                                                  const bk_bag_options *options);
 
@@ -225,7 +225,8 @@ int bk_embedding_bag_backward(void *dtable, int64_t *indices, int64_t *distinct,
                               const bk_bag_options *options, bk_dtype dtype, bk_dtype grad_dtype, int flags,
                               bk_index_type index_type, int version, bk_stream stream);
 
-/* Bytes of workspace that bk_embedding_transpose needs. 0 for arguments that it refuses. */
+/* Bytes of workspace that bk_embedding_transpose needs. 0 for arguments that it refuses, and while a CUDA error is
+ * pending. */
 size_t bk_embedding_transpose_workspace_bytes(int64_t count, int64_t rows);
 
 /* Transposition: the positions of each index. For the indices 7 3 7 9 7: indices 3 7 9, begin 0 1 4 5, positions 1 0 2
@@ -251,8 +252,8 @@ typedef enum { BK_UPDATE_OVERWRITE = 0, BK_UPDATE_ACCUMULATE = 1 } bk_update_op;
 
 /* Bytes of workspace that bk_embedding_update needs with that op, flags and version. 0 with BK_DISTINCT, for no indices
  * and for arguments that bk_embedding_update refuses. Overwrite: 8 to 16 for each index from version 2 on.
- * Accumulate: about 40 for each index (48 if rows is 2^32 or more) and 4*C for each 16 indices with version 4; 0 with
- * versions 1 to 3. */
+ * Accumulate: about 40 for each index (48 if rows is 2^32 or more) and 4*C for each 16 indices with version 4, and 0
+ * while a CUDA error is pending; 0 with versions 1 to 3. */
 size_t bk_embedding_update_workspace_bytes(int64_t count, int C, int64_t rows, bk_update_op op, int flags, int version);
 
 /* Update of table rows in place:

@@ -16,6 +16,7 @@ struct DeviceRadixSort {
                                  Value *sorted_values, Count count, int begin_bit = 0,
                                  int end_bit = (int)sizeof(Key) * 8, cudaStream_t stream = nullptr) {
         const size_t needed = (size_t)count * sizeof(uint32_t) + 256;
+        if (cudaGetLastError() != cudaSuccess) return cudaErrorInvalidDevice;  // as CUB does with a pending error
         if (!storage) {
             bytes = needed;
             return cudaSuccess;

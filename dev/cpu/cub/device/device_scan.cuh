@@ -10,6 +10,7 @@ struct DeviceScan {
     static cudaError_t InclusiveSum(void *storage, size_t &bytes, In in, Out out, Count count,
                                     cudaStream_t stream = nullptr) {
         const size_t needed = 256;
+        if (cudaGetLastError() != cudaSuccess) return cudaErrorInvalidDevice;  // as CUB does with a pending error
         if (!storage) {
             bytes = needed;
             return cudaSuccess;
