@@ -1,15 +1,15 @@
 /*
 Token + position embedding, the first layer of a GPT:   out[b,t,:] = wte[inp[b,t],:] + wpe[t,:]
 
-The arithmetic is one addition an element; the rest is moving rows. The fewest bytes: each distinct row of wte that
-inp asks for once, wpe once, inp once, out once. Models whose positions are rotary (Llama, Gemma, Qwen) have no wpe: it
-is null then, and out holds rows of wte.
+There is one addition per element, so memory bandwidth is the limit. The fewest bytes: each distinct row of wte that inp
+names once, wpe once, inp once, out once. Models with rotary positions (Llama, Gemma, Qwen) have no wpe: wpe is then
+null, and out holds rows of wte.
 
-version 1  per token: a thread a position, which loops over C
-version 2  parallel: a thread an element, so neighbouring threads touch neighbouring addresses
-version 3  x128: a thread 16 bytes, one load instruction where version 2 needs eight
-version 4  rows in flight: a thread keeps its 16 bytes of wpe[t] and reads four rows of the batch at once
-version 5  slices: kernel 4, all positions for one slice of the columns, then the next: a repeated id meets the L2
+version 1  per token: one thread per position, which loops over C
+version 2  parallel: one thread per element; neighbouring threads access neighbouring addresses
+version 3  x128: one thread per 16 bytes; one load instruction instead of version 2's eight
+version 4  rows in flight: each thread keeps 16 bytes of wpe[t] in registers and loads four rows of wte at once
+version 5  slices: kernel 4 for one slice of the columns after the other, so that repeated rows are read from the L2
 
 Measured on an NVIDIA H200, B64 T1024 C768 V50257 bf16 uniform, cold:
   1  per token          0.9078 ms    4.1% of copy
@@ -32,9 +32,9 @@ namespace bookends {
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
-// Rows first..last-1 of out, seen as (B*T, C), in double. wte (V, C) and wpe (T, C) are anything that an offset
-// indexes: a pointer to any float type, or values made on demand; without `positions` wpe is not read. A position whose
-// id is outside 0..V-1 becomes NaN.
+// Rows first..last-1 of out, as a matrix (B*T, C), in double. wte (V, C) and wpe (T, C): pointers to any float type, or
+// values computed on demand, indexed by an offset. Without `positions`, wpe is not read. A position with an id outside
+// 0..V-1 gives a row of NaN.
 template <typename Table>
 void encoder_forward_cpu(double *out, const int *inp, const Table &wte, const Table &wpe, bool positions,
                          long long first, long long last, int T, int C, int V) {
@@ -50,14 +50,14 @@ void encoder_forward_cpu(double *out, const int *inp, const Table &wte, const Ta
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
 
-// An element of wpe; without a table -0, which added to a number gives that number, 0 and -0 included.
+// An element of wpe. Without wpe: -0, because x + -0 is x for every x, including 0 and -0.
 template <typename floatX>
 __device__ float position_value(const floatX *wpe, long long i) {
     return wpe ? (float)wpe[i] : -0.0f;
 }
 
-// The textbook loop. A warp's 32 threads stand 32 rows apart: each load instruction touches 32 sectors of memory for
-// 2 bytes out of each.
+// The textbook loop: one thread per position. The 32 threads of a warp read 32 different rows, so each load instruction
+// touches 32 sectors (32 bytes each) and uses one element of each.
 template <typename floatX>
 __global__ void encoder_forward_kernel1(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
                                         status_word *status, long long N, int T, int C, int V) {
@@ -72,8 +72,9 @@ __global__ void encoder_forward_kernel1(floatX *out, const int *inp, const float
     }
 }
 
-// A thread an element: the same bytes, now coalesced. What is left is instructions: two divisions, three loads and a
-// store for every 2 bytes of result.
+// One thread per element. It moves the same bytes as kernel 1, but accesses are coalesced: a warp's load of 16-bit
+// elements touches 2 sectors. The limit is now the number of instructions: two divisions, three loads and a store for
+// each element of out.
 template <typename floatX>
 __global__ void encoder_forward_kernel2(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
                                         status_word *status, long long N, int T, int C, int V) {
@@ -85,8 +86,9 @@ __global__ void encoder_forward_kernel2(floatX *out, const int *inp, const float
     out[i] = good ? (floatX)((float)wte[id * C + c] + position_value(wpe, t * C + c)) : quiet_nan<floatX>();
 }
 
-// A thread 16 bytes: an eighth of the threads and of the instructions (in 16-bit types). Each thread still waits for
-// its id, then for one row, and is gone: 16 bytes in flight a thread are too few to keep the memory busy.
+// One thread per 16 bytes: with 16-bit types an eighth of kernel 2's threads, loads, stores and divisions. The limit is
+// now latency: each thread waits for its id, then for one row, and exits. 16 bytes in flight per thread do not keep the
+// memory busy. Requires C divisible by the vector and aligned tensors; otherwise the launcher uses version 2.
 template <typename floatX>
 __global__ void encoder_forward_kernel3(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
                                         status_word *status, long long N, int T, int C, int V) {
@@ -110,21 +112,22 @@ __global__ void encoder_forward_kernel3(floatX *out, const int *inp, const float
     store128(out + i, packed_out);
 }
 
-// A thread owns one vector of the columns in `rows` positions: neighbours in the batch with the same t, so that the
-// vector of wpe is read once and kept in registers; or, where `rows` does not divide B, neighbours in t (along_t). The
-// ids, then the rows, are loaded together: `rows` x 16 bytes a thread are on their way instead of 16, and the wait for
-// an id is paid once for all of them. Positions past the end repeat the last one: the same value, stored twice by the
-// same thread.
+// Each thread handles one vector of the columns in `rows` positions. These have the same t and neighbouring b, so that
+// the vector of wpe is loaded once and kept in registers; if `rows` does not divide B, they have neighbouring t
+// (along_t). A thread first loads all its ids, then its vectors of all rows: rows * 16 bytes are in flight per thread
+// instead of 16, and it waits for ids once. Positions past the end repeat the last one: the same thread then stores the
+// same value twice.
 //
-// What it took to get that from the compiler, and out of the memory (H200):
-// - The loads are plain, and none hangs on a condition: a bad id reads row 0 and is put right later. With __ldg, or
-//   inside an `if (good)`, loads sink below other rows' stores to save registers, and one row is in flight.
-// - No division: block and grid have one dimension each for columns, batch and t. The machine code of a kernel is cold
-//   too, and every 128 bytes of it that are fetched before the first load delay everything at small sizes.
-// - The stores are plain. Streaming hints (st.cs) gain nothing, and cost the next layer, which finds out in the L2.
+// Conditions for this speed (H200):
+// - The loads are plain and unconditional. A bad id loads row 0, and the NaN row is written afterwards. With __ldg, or
+//   inside an `if (good)`, the compiler saves registers by moving loads behind the stores of other rows, and only one
+//   row is in flight.
+// - No division: block and grid have one dimension each for columns, batch and t. In a cold run the machine code comes
+//   from memory too, and at small sizes each 128 bytes of code in front of the first load delay the whole kernel.
+// - The stores are plain. Streaming stores (st.cs) are no faster, and the next layer no longer finds `out` in the L2.
 //
-// blockIdx.z is the slice of the columns. Blocks start in order of x, then y, then z, so all positions are done for one
-// slice before the next begins. Unless along_t, `rows` divides B. positions: whether there is a wpe.
+// blockIdx.z is the slice of the columns. Blocks start in order of x, then y, then z, so that all positions of one
+// slice are done before the next slice begins. Unless along_t, `rows` divides B. positions: whether wpe exists.
 template <typename floatX, int width, int rows, bool along_t, bool positions>
 __global__ void __launch_bounds__(1024)
     encoder_forward_kernel4(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
@@ -171,13 +174,13 @@ __global__ void __launch_bounds__(1024)
 // ---------------------------------------------------------------------------------------------------------------------
 // launchers
 
-// Every launcher:  out (B, T, C), which is written; inp (B, T) int32; wte (V, C); wpe (T, C), or null: nothing is added
-// to the rows of wte. Row-major, device memory, aligned to their element only. status: one status word that the caller
-// set to kStatusOk, or null. out must not overlap the inputs. A position with an id outside 0..V-1 becomes a row of
-// NaN, and status says which came first; nothing outside the tables is read. block_size: a multiple of 32 up to 1024,
-// else cudaErrorInvalidValue. Nothing is allocated or synchronised. Returns the launch's own error, and
-// cudaSuccess without a launch when there is no work. A pending CUDA error stays pending. Versions 3 to 5 fall back on
-// the one before where a shape is beyond them, so copy those along.
+// Every launcher:  out (B, T, C), overwritten; inp (B, T) int32; wte (V, C); wpe (T, C), or null: out holds rows of
+// wte. Row-major, device memory, aligned to their element only. status: a status word that the caller set to kStatusOk,
+// or null. out must not overlap the inputs. A position with an id outside 0..V-1 gives a row of NaN, and *status
+// becomes the first such position; nothing outside the tables is read. block_size: a multiple of 32 up to 1024,
+// otherwise cudaErrorInvalidValue. Nothing is allocated or synchronised. Returns the error of this launch; without work
+// it returns cudaSuccess and launches nothing. A pending CUDA error stays pending. Each of versions 3 to 5 falls back
+// on the version before for shapes that it does not support, so copy these too.
 
 template <typename floatX>
 using EncoderForward = cudaError_t (*)(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
@@ -206,7 +209,7 @@ cudaError_t encoder_forward2(floatX *out, const int *inp, const floatX *wte, con
                          N, T, C, V);
 }
 
-// Rows that 16 bytes don't divide, or that start elsewhere, go to version 2.
+// Falls back on version 2 if rows are not aligned to 16 bytes.
 template <typename floatX>
 cudaError_t encoder_forward3(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
@@ -222,8 +225,8 @@ cudaError_t encoder_forward3(floatX *out, const int *inp, const floatX *wte, con
                          N, T, C, V);
 }
 
-// Kernel 4 in slices of at most slice_bytes, at the widest vector that the alignment of the rows allows. Shapes beyond
-// its 32-bit positions or the limits of a grid go to version 3.
+// Kernel 4 in slices of at most slice_bytes, with the widest vector that the rows' alignment allows. Falls back on
+// version 3 for more than 2^32-1 positions, for shapes beyond the limits of a grid, and without any row to read.
 template <typename floatX, int width = Packed128<floatX>::size>
 cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wte, const floatX *wpe,
                                    status_word *status, int B, int T, int C, int V, int slice_bytes, int block_size,
@@ -240,8 +243,9 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
     const int rows = 4;
     const bool along_t = B % rows != 0;
     const int vectors = C / width, units_b = along_t ? B : B / rows, units_t = along_t ? ceil_div(T, rows) : T;
-    // A slice is a power of two of vectors, the last one may be short: slices that share a 32-byte sector of out would
-    // make the L2 read it back from DRAM before it is whole. Then the batch, so that neighbours read the same wpe.
+    // Every slice but the last is a multiple of 64 bytes. If two slices shared a 32-byte sector of out, the L2 would
+    // have to read the half-written sector back from DRAM. The rest of the block is batch first, then t, so that
+    // neighbouring threads read the same wpe.
     const int lanes = std::min({slice_bytes / (width * (int)sizeof(floatX)), block_size, vectors});
     const int block_b = std::min(units_b, block_size / lanes), block_t = std::min(64, block_size / lanes / block_b);
     const dim3 block(lanes, block_b, block_t);
@@ -257,24 +261,26 @@ cudaError_t encoder_forward_slices(floatX *out, const int *inp, const floatX *wt
     return launch_kernel(kernel, grid, block, 0, stream, out, inp, rows_of_wte, wpe, status, B, T, C, V);
 }
 
-// Slices as wide as a block: whole rows, where a block covers one.
+// One slice has the width of a block: whole rows if a block covers a row.
 template <typename floatX>
 cudaError_t encoder_forward4(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
     return encoder_forward_slices(out, inp, wte, wpe, status, B, T, C, V, INT32_MAX, block_size, stream);
 }
 
-// Slices of 256 bytes. Of B*T = 65536 uniform ids, 37 to 51 thousand are distinct: one such slice of their rows is 9 to
-// 13 MB and stays in the L2 while all positions pass, where whole rows are 56 to 420 MB. So a row comes from DRAM once,
-// however often it is asked for. Nsight Compute, of this access pattern on an H200: 58 MB read instead of 78 at C = 768
-// and 459 instead of 560 at C = 4096, the fewest there are. Slices of 128 bytes cost more in DRAM than they save.
+// Slices of 256 bytes. Of B*T = 65536 uniform ids, 37 to 51 thousand are distinct (V = 50257 to 128256). One slice of
+// their rows is 9 to 13 MB and stays in the L2 until all positions are done; their whole rows are 56 to 420 MB. So each
+// row is read from DRAM once, however often its id occurs. Nsight Compute, for this access pattern on an H200: DRAM
+// reads 58 MB instead of 78 at C = 768, and 459 instead of 560 at C = 4096: the fewest bytes possible. No gain where
+// all rows fit into the L2 (B 8), and 4% slower than version 4 at B 64, C 769. Slices of 128 bytes take more DRAM time
+// than they save.
 //
-// What is left: DRAM moves the fewest bytes, but not as fast as for a copy, since pieces of 256 bytes from everywhere
-// switch it between reading and writing, and between pages, more often than two streams do. Tried without gain: two and
-// eight rows, other orders of b and t, streaming stores, prefetch hints, fewer threads, a persistent grid, one piece of
-// the row for each multiprocessor, slices rotated by the id, bulk copies through shared memory. Holding wte in the L2
-// by evict_last gains, but outlives the launch: it takes the cache from the next kernel, and makes cold measurements
-// look warm.
+// The remaining limit: DRAM moves the fewest bytes, but at less than the rate of a copy. Scattered pieces of 256 bytes
+// make it switch between reads and writes, and between pages, more often than the two streams of a copy do. Tried
+// without gain: two and eight rows, other orders of b and t, streaming stores, prefetch hints, fewer threads, a
+// persistent grid, one piece of the row for each multiprocessor, slices rotated by the id, bulk copies through shared
+// memory. Holding wte in the L2 by evict_last is faster, but its effect outlives the launch: the next kernel has less
+// cache, and cold measurements are no longer cold.
 template <typename floatX>
 cudaError_t encoder_forward5(floatX *out, const int *inp, const floatX *wte, const floatX *wpe, status_word *status,
                              int B, int T, int C, int V, int block_size, cudaStream_t stream) {
@@ -283,11 +289,12 @@ cudaError_t encoder_forward5(floatX *out, const int *inp, const floatX *wte, con
 
 template <typename floatX>
 constexpr Version<EncoderForward<floatX>> encoder_forward_versions[] = {
-    {1, "per token", "a thread a position", encoder_forward1<floatX>, 64},
-    {2, "parallel", "a thread an element", encoder_forward2<floatX>, 256},
-    {3, "x128", "a thread 16 bytes", encoder_forward3<floatX>, 128},
-    {4, "rows in flight", "wpe in registers, four rows of the batch at once", encoder_forward4<floatX>, 128},
-    {5, "slices", "a slice of the columns at a time, so that repeated ids meet the L2", encoder_forward5<floatX>, 256},
+    {1, "per token", "one thread per position, which loops over C", encoder_forward1<floatX>, 64},
+    {2, "parallel", "one thread per element", encoder_forward2<floatX>, 256},
+    {3, "x128", "one thread per 16 bytes", encoder_forward3<floatX>, 128},
+    {4, "rows in flight", "wpe in registers, four rows of wte loaded at once", encoder_forward4<floatX>, 128},
+    {5, "slices", "one slice of the columns after the other: repeated rows are read from the L2",
+     encoder_forward5<floatX>, 256},
 };
 
 }  // namespace bookends
@@ -326,7 +333,7 @@ int main(int argc, char **argv) {
     using namespace bookends;
     Harness h("encoder_forward", "token + position embedding",
               {{'b', "B", 8, 4}, {'t', "T", 1024, 512}, {'c', "C", 768, 768}, {'v', "V", 50257, 50257}},
-              {{"--no-positions", {}, "without wpe: out holds rows of wte"}});
+              {{"--no-positions", {}, "no wpe: out holds rows of wte"}});
     return h.main(argc, argv, encoder_forward_versions<float>, encoder_forward_race<float>, encoder_forward_race<half>,
                   encoder_forward_race<__nv_bfloat16>);
 }
