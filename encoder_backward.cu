@@ -1,18 +1,19 @@
 /*
 The gradient of the token + position embedding:   dwte[inp[b,t],:] += dout[b,t,:]    dwpe[t,:] += sum_b dout[b,t,:]
 
-Ids repeat, so a row of dwte is the sum of many rows of dout. With atomics the order of the additions differs from run
-to run, and with it the rounding; the additions for a frequent id wait for each other; 16-bit gradients are rounded at
-every addition. Versions 4 on first group the positions by id, on the GPU, and add up each group in a fixed order: the
-same bits each time. The fewest bytes: dout and inp once; dwpe, and each row of dwte that has a position, once each way.
-If the gradients are overwritten, they are only written, and all other rows of dwte are zeroed.
+Ids repeat, so a row of dwte is the sum of many rows of dout. With atomics, the order of the additions, and so the
+rounding, differs from run to run; the additions for a frequent id are executed one after the other; and 16-bit
+gradients are rounded at every addition. From version 4 on, kernels first group the positions by id, then add up each
+group in a fixed order: the same bits each time. The fewest bytes: dout and inp once; dwpe, and each row of dwte that
+has a position, one read and one write. If the gradients are overwritten, they are only written, and all other rows of
+dwte are zeroed.
 
-version 1  atomics: a thread for each element adds it to dwte and dwpe with atomics
-version 2  no atomics: a thread for each column loops over all positions
-version 3  x128 atomics: 16 bytes for each thread, added by one instruction on compute capability 9.0
-version 4  plain groups: positions are listed by id; a warp for each id adds up its rows and writes the sum once
-version 5  grouped: bins in shared memory in place of a count for each id; long groups are cut into pieces
-version 6  slices: one slice of the columns at a time, so that dwte finds in the L2 what dwpe has read
+version 1  atomics: one thread per element, which adds it to dwte and dwpe with atomics
+version 2  no atomics: one thread per column, which loops over all positions
+version 3  x128 atomics: one thread per 16 bytes, added by one instruction on compute capability 9.0
+version 4  plain groups: positions are listed by id; one warp per id adds up its rows and writes the sum once
+version 5  grouped: groups in bins in shared memory, without a count for each id; long groups are cut into pieces
+version 6  slices: one slice of the columns after the other, so that dwte reads from the L2 what dwpe has read from DRAM
 version 7  overlap: dwpe begins while the positions are being grouped
 
 Measured on an NVIDIA H200, B64 T1024 C768 V50257 bf16 zipf, cold:
@@ -44,9 +45,9 @@ namespace bookends {
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
-// Adds to row (C), in double, the rows of dout (N, C) at `count` positions: the positions of one id for a row of dwte,
-// those of one t for a row of dwpe. dout is anything that an offset indexes: a pointer to any float type, or values
-// made on demand. size (C), unless null: the magnitudes are added to it, the scale of the rounding errors.
+// Adds rows of dout (N, C) to row (C), in double: those at `count` positions, which are the positions of one id for a
+// row of dwte, and those of one t for a row of dwpe. dout: a pointer to any float type, or values computed on demand,
+// indexed by an offset. size (C), or null: the magnitudes are added to it, a scale for rounding errors.
 template <typename Table>
 void encoder_backward_cpu(double *row, double *size, const Table &dout, const int *positions, long long count, int C) {
     for (long long k = 0; k < count; k++) {
@@ -71,10 +72,10 @@ struct GradientStore {
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
 
-// A thread for each element adds it to both gradients. Neighbouring threads add to neighbouring addresses, but each
-// atomic of 2 bytes is a separate operation of the L2, and those for one address wait for each other: 0.56 ms with
-// uniform ids, 35 ms with zipf ids (H200, bf16, B 64, C 768). The additions come in order of arrival: the bits differ
-// from run to run. 16-bit gradients are rounded at each addition.
+// One thread per element, which adds it to both gradients. Neighbouring threads add to neighbouring addresses. But each
+// atomic on 2 bytes is a separate operation of the L2, and atomics on one address are executed one after the other:
+// 0.56 ms with uniform ids, 34 ms with zipf ids (H200, bf16, B 64, C 768). The order of the additions differs from
+// launch to launch, and with it the bits. 16-bit gradients are rounded at each addition.
 template <typename floatX, typename gradX>
 __global__ void encoder_backward_kernel1(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
                                          status_word *status, long long N, int T, int C, int V) {
@@ -91,10 +92,11 @@ __global__ void encoder_backward_kernel1(gradX *dwte, gradX *dwpe, const floatX 
     if (dwpe) atomicAdd(dwpe + t * C + c, d);
 }
 
-// A thread for each column loops over all positions. No other thread adds to that column: no atomics, and one order, so
-// the same bits each time. But there are only C threads, and each waits for memory at every position. Where atomics do
-// not queue, this is much slower than version 1: 119 times at B 8 with uniform ids (H200, bf16, C 768). Where they do,
-// it is faster: 42 ms against 212 at B 64 with equal ids. Kept as the plainest deterministic version.
+// One thread per column, which loops over all positions. No other thread adds to the column, so that there are no
+// atomics and the order is fixed: the same bits each time. But there are only C threads, and each waits for memory at
+// every position. Without conflicts between atomics this is much slower than version 1: 119 times at B 8 with uniform
+// ids (H200, bf16, C 768). With many conflicts it is faster: 42 ms instead of 220 at B 64 with equal ids. It is the
+// simplest deterministic version.
 template <typename floatX, typename gradX>
 __global__ void encoder_backward_kernel2(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
                                          status_word *status, long long N, int T, int C, int V) {
@@ -113,10 +115,10 @@ __global__ void encoder_backward_kernel2(gradX *dwte, gradX *dwpe, const floatX 
     }
 }
 
-// Kernel 1 with 16 bytes of dout for each thread: one load, and one atomic on each gradient where kernel 1 needs eight
-// (two with fp32 gradients of 16-bit dout). 5.6 times faster at B 64 with uniform ids (H200, bf16, C 768). Slower than
-// version 1 by a tenth in one measured case: fp32 gradients of bf16 dout. The order of the additions is still that of
-// arrival, and equal ids still wait: 0.66 ms with equal ids at B 64, 0.10 with uniform ones.
+// Kernel 1 with 16 bytes of dout per thread: one load, and one atomic on each gradient instead of kernel 1's eight (two
+// with fp32 gradients of 16-bit dout). 5.6 times faster at B 64 with uniform ids (H200, bf16, C 768). Slower than
+// version 1 in one measured case, by a tenth: fp32 gradients of bf16 dout. The order of the additions still differs
+// from launch to launch, and atomics on one row still conflict: 0.66 ms with equal ids at B 64, 0.10 with uniform ids.
 template <typename floatX, typename gradX>
 __global__ void encoder_backward_kernel3(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
                                          status_word *status, long long N, int T, int C, int V) {
@@ -158,7 +160,7 @@ Gradient<gradX> dwpe_of(gradX *dwpe, const GradientStore &store) {
     return {dwpe, !store.overwrite, mix64(store.seed + 0x6a09e667f3bcc909ull)};
 }
 
-// The old values at `at`; zeros if the gradient is overwritten, or if the thread has no column (not `active`).
+// The old values at `at`; zeros if the gradient is overwritten, or for a thread without a column (not `active`).
 template <typename gradX, int width>
 __device__ void load_old(Columns<gradX, width> &old, const Gradient<gradX> &gradient, size_t at, bool active) {
     if (gradient.accumulate && active) {
@@ -187,27 +189,29 @@ __device__ void store_new(const Gradient<gradX> &gradient, size_t at, const floa
 
 // ---- plain groups ----
 
-// Kernel 4 adds up the rows of each id in registers. No atomics on the gradients: each row of dwte is read and written
-// once, the order of the additions is fixed, and the sum is rounded once. For that, the positions of each id must be
-// known. Four small kernels over the ids find them, a counting sort. For the ids 7 3 7 9 7 at the positions 0 to 4:
+// Kernel 4 adds up the rows of each id in registers. There are no atomics on the gradients: each row of dwte is read
+// and written once, the order of the additions is fixed, and the sum is rounded once. This requires a list of each id's
+// positions. Four small kernels over the ids make the lists, as a counting sort. For the ids 7 3 7 9 7 at positions 0
+// to 4:
 //
 //   count   the number of positions of each id     3: 1     7: 3        9: 1
 //   begin   where each id's list begins            3: 0     7: 1        9: 4     a prefix sum over the V counts
-//   place   positions go to the lists              3: {1}   7: {4,0,2}  9: {3}   in any order within a list
-//   order   each list in ascending order           3: {1}   7: {0,2,4}  9: {3}
+//   place   writes positions to the lists          3: {1}   7: {4,0,2}  9: {3}   in any order within a list
+//   order   sorts each list                        3: {1}   7: {0,2,4}  9: {3}
 //
-// Then a warp for each id adds up the rows of its list, and a thread for each vector of dwpe walks through the batch.
+// Then one warp per id adds up the rows of its list, and one thread per vector of dwpe adds up over the batch.
 //
-// Determinism: `begin` and `place` use atomics, so where a list lies and its first order may differ from run to run.
-// `order` repairs the order, and no sum depends on where a list lies. A position's rank in its list is the number of
-// smaller positions there: the plainest way to order a list, at a time that grows with the square of its length.
+// Determinism: `begin` and `place` use atomics, so that the place of a list, and its first order, may differ from run
+// to run. `order` sorts the list, and no sum depends on its place. A position's rank in its list is the number of
+// smaller positions there. This is the simplest way to sort a list; its time grows with the square of the length.
 //
 // Cost: 7 launches, one of them a memset. dout is read twice, for dwte and for dwpe; the ids are read four times. Each
-// id of the vocabulary costs 16 bytes and a warp, whether it occurs or not. Slow for a frequent id: one warp adds up
-// its whole list, long after the others have finished.
+// id of the vocabulary costs 16 bytes of traffic and a warp, even without positions. A frequent id is slow: one warp
+// adds up its whole list, long after the others have finished. Against version 3 (H200, bf16): 41 times slower at B 64,
+// C 768 with zipf ids and 1.4 times with uniform ids; 1.25 times faster at B 16, T 4096, C 4096 with uniform ids.
 struct IdLists {
     int *counts;          // V + 1: the length of each id's list; counts[V]: of all lists together
-    unsigned *ends;       // V: where the next position of the id goes; after `place`, the end of the id's list
+    unsigned *ends;       // V: the index of the id's next position; after `place`, the end of the id's list
     unsigned *unordered;  // N: the lists after `place`
     unsigned *positions;  // N: the lists, each in ascending order
 };
@@ -224,7 +228,7 @@ static __global__ void encoder_backward_kernel4_count(IdLists lists, const int *
     }
 }
 
-// A prefix sum over the ids of a block; the block's lists then begin where those of the blocks before it end.
+// A prefix sum over the ids of a block. One atomic per block reserves the range for the lists of its ids.
 static __global__ void encoder_backward_kernel4_begin(IdLists lists, int V) {
     __shared__ int block_begin;
     const unsigned id = blockIdx.x * blockDim.x + threadIdx.x;
@@ -249,8 +253,8 @@ static __global__ void encoder_backward_kernel4_order(IdLists lists, const int *
     lists.positions[begin + rank] = bt;
 }
 
-// sum = row(0) + ... + row(count-1), in that order; row(k) is an address of `width` columns, or null: nothing to add.
-// 32 rows at a time are added up in float, and those sums in double: so the error of a long sum stays at a few ulps.
+// sum = row(0) + ... + row(count-1), in that order. row(k): the address of `width` columns, or null for a row to skip.
+// Each 32 rows are added up in float, and these sums in double, which keeps the error of a long sum at a few ulps.
 template <typename floatX, int width, typename Row>
 __device__ void sum_rows(float (&sum)[width], unsigned count, Row row) {
     double total[width] = {};
@@ -272,7 +276,7 @@ __device__ void sum_rows(float (&sum)[width], unsigned count, Row row) {
     for (int j = 0; j < width; j++) sum[j] = (float)total[j];
 }
 
-// A warp for each id, which takes 32 vectors of the columns at a time.
+// One warp per id, which handles 32 vectors of the columns at a time.
 template <typename floatX, typename gradX, int width, bool stochastic>
 __global__ void encoder_backward_kernel4_dwte(Gradient<gradX> dwte, const floatX *dout, IdLists lists, int C, int V) {
     const long long id = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize;
@@ -289,7 +293,7 @@ __global__ void encoder_backward_kernel4_dwte(Gradient<gradX> dwte, const floatX
     }
 }
 
-// A thread for each vector of dwpe.
+// One thread per vector of dwpe.
 template <typename floatX, typename gradX, int width, bool stochastic>
 __global__ void encoder_backward_kernel4_dwpe(Gradient<gradX> dwpe, const floatX *dout, const int *inp,
                                               status_word *status, int B, int T, int C, int V) {
@@ -310,31 +314,32 @@ __global__ void encoder_backward_kernel4_dwpe(Gradient<gradX> dwpe, const floatX
 
 // ---- grouped: the sums over the groups of parts/group_positions.h ----
 
-// Kernel 4 gives a group of any length to one warp, and has work for each id of the vocabulary. Here:
-// - Two kernels group the positions, in bins that fit into shared memory. Their cost follows the positions alone.
+// Kernel 4 has one warp for a group of any length, and work for each id of the vocabulary. Here:
+// - Two kernels group the positions, in bins that fit into shared memory. Their cost depends on N, not on V.
 // - A team of 16 lanes adds up a short group. For the ids 7 3 7 9 7: dwte[7] += dout[0] + dout[2] + dout[4].
-// - A group of 64 positions or more is cut into pieces of 32, one for each team, and their sums are added up in a tree.
-//   So a frequent id is work for many teams, and the order of the additions depends on the group's length alone.
-// - dwpe's sums are in the same launch as dwte's.
+// - A group of 64 positions or more is cut into pieces of 32, one for each team, and the sums of the pieces are added
+//   up in a tree. So many teams share a frequent id, and the order of the additions depends on the group's length
+//   alone.
+// - dwpe is computed by the same launch as dwte.
 //
-// Cost: 3 launches; dout is read twice. Against version 3 on an H200, in bf16 with C 768: 7.3 times faster at B 64 with
-// equal ids, 1.6 times with zipf ids. Slower where few atomics meet: by 4% at B 64 with uniform ids, and 1.6 times at
-// B 8, where the grouping, some 12 us, takes longer than it saves. Kept since its bits are the same each time, and as
-// the base of versions 6 and 7.
+// Cost: 3 launches; dout is read twice. Against version 3 on an H200, in bf16 with C 768: 7.4 times faster at B 64 with
+// equal ids, 1.6 times with zipf ids. Slower where atomics rarely conflict: by 4% at B 64 with uniform ids, and 1.6
+// times at B 8, where the grouping (about 12 us) takes longer than it saves. Kept because its bits are the same each
+// time, and as the base of versions 6 and 7.
 
-// dwpe's sums over b are cut in the same way, in longer pieces: they need no list of positions.
+// The sums of dwpe over b are cut in the same way, in longer pieces, since they need no list of positions.
 constexpr int kBatchPiece = 64;
 __host__ __device__ inline int batch_pieces(int B) { return B < 2 * kBatchPiece ? 1 : B / kBatchPiece; }
 
 // The arrays in the workspace.
 struct Scratch {
     Groups groups;
-    unsigned *arrived;  // (partial_rows, slices): arrivals at a node of the tree, see add_pieces()
+    unsigned *arrived;  // (partial_rows, slices): number of teams that have reached a node of the tree: add_pieces()
     float *partials;    // (partial_rows, C): a row for each place in long_pieces, then for each of dwpe's pieces
 };
 
-// sum += row(first) + ... + row(count-1), in that order. at(k) is the address of row(k)'s columns, called in that order
-// too. in_flight rows are loaded at once; of the rest half as many, and so on.
+// sum += row(first) + ... + row(count-1), in that order. at(k) returns the address of row(k)'s columns, and is called
+// in that order too. `in_flight` rows are loaded at once; the remaining rows in batches of half that size, and so on.
 template <typename T, int in_flight, int width, typename At>
 __device__ void add_rows(float (&sum)[width], int first, int count, At at) {
 #pragma unroll 1
@@ -355,8 +360,8 @@ __device__ void add_rows(float (&sum)[width], int first, int count, At at) {
 constexpr int kLanes = 16;
 __device__ inline unsigned team_mask() { return 0xffffu << (threadIdx.y % 2 * kLanes); }
 
-// Counts the team's arrival; true for the last of `expected` teams. All that the other teams stored before they arrived
-// is then visible to this team: lane 0's fences cover lanes already synchronised with it.
+// Counts the team's arrival. Returns true to the last of `expected` teams, which then sees everything that the other
+// teams stored before they arrived: lane 0's fences cover the lanes that are already synchronised with it.
 __device__ inline bool arrive_last(unsigned *counter, unsigned expected) {
     unsigned before = 0;
     __syncwarp(team_mask());
@@ -384,9 +389,9 @@ struct Piece {
     size_t place;        // row of the partial sums for the first piece; the others follow
 };
 
-// Adds up the pieces of a sum in a tree. Of every kFan neighbours, the last team to arrive adds up their sums in order,
-// stores the result in the place of the first, and goes on to the next level; from the last level, to the gradient. No
-// team waits, no further kernel is needed, and the order of the additions depends on the number of pieces alone.
+// Adds up the pieces of a sum in a tree. Of each kFan neighbouring pieces, the last team to arrive adds up the sums in
+// order, stores the result in the place of the first, and continues on the next level; on the last level it adds to the
+// gradient. No team waits, no other kernel is needed, and the order depends on the number of pieces alone.
 constexpr int kFan = 16;
 
 template <bool stochastic, typename gradX, int width>
@@ -400,8 +405,8 @@ __device__ void add_pieces(float (&sum)[width], Gradient<gradX> gradient, Piece 
 #pragma unroll
         for (int k = 0; k < width; k++) partial[k] = sum[k];
         if (slice.active) partial.store(partials + mine * C);
-        // A node of one child has its sum already. Any other node spans more places than there are levels, so node +
-        // level is a unique counter.
+        // A node with one child already has its sum. Any other node spans more places than there are levels, so that
+        // node + level is a unique index of its counter.
         const int first = piece.number / kFan * kFan, children = min(kFan, piece.pieces - first);
         const size_t node = piece.place + first * stride;
         if (children > 1) {
@@ -422,18 +427,19 @@ __device__ void add_pieces(float (&sum)[width], Gradient<gradX> gradient, Piece 
     store_new<stochastic>(gradient, piece.row * C + slice.c, sum, old);
 }
 
-// The grid. Of the blocks for one slice, the first are dwpe's, then come those of the long pieces and of the short
-// groups. After all slices come the blocks that zero the rows of dwte without positions.
+// The division of the grid. Of the blocks of one slice, the first ones compute dwpe; then follow those of the long
+// pieces and those of the short groups. After all slices follow the blocks that zero the rows of dwte without
+// positions.
 //
 // If a slice of dout is larger than the L2 (Groups::ordered), the blocks of dwpe and of the long pieces alternate in
-// kRanges turns, both in order of the positions: rows of frequent ids are then still in the L2 for their second reader.
+// kRanges turns, both in order of the positions, so that rows of frequent ids are still in the L2 for the second read.
 struct Blocks {
     unsigned dwpe, long_pieces;  // in each turn
     unsigned turns;              // 1 or kRanges
     unsigned short_groups;
     unsigned zeros;
-    unsigned ahead;       // slices by which dwpe is ahead of dwte
-    bool slice_by_slice;  // false: all slices of a block's work are neighbours
+    unsigned ahead;       // number of slices by which dwpe is ahead of dwte
+    bool slice_by_slice;  // false: all slices of one piece or group are neighbouring blocks
 };
 constexpr int kPositionsPerTeam = 16;                  // of short groups, about
 constexpr unsigned kMostUnordered = (48 << 20) / 256;  // rows of a slice of 256 bytes that the L2 of an H200 holds
@@ -451,8 +457,8 @@ struct Sums {
     Blocks blocks;
 };
 
-// Role dwpe: adds up piece i of dwpe's sums. Returns false if nothing is left to do: there is no such piece, or it was
-// the only one of its row, and has been stored. Needs no groups.
+// Role dwpe: adds up piece i of dwpe's sums. Returns false if nothing remains to be done: there is no piece i, or it is
+// the only piece of its row and has been stored. Does not use the groups.
 template <bool stochastic, typename floatX, typename gradX, int width>
 __device__ bool sum_dwpe_piece(float (&sum)[width], Piece &piece, const Sums<floatX, gradX> &job, Slice slice,
                                unsigned i) {
@@ -490,8 +496,8 @@ __device__ bool sum_dwpe_piece(float (&sum)[width], Piece &piece, const Sums<flo
     return pieces > 1;
 }
 
-// The place in long_pieces of piece i of this turn, or long_places() if there is none. Every turn has the same number
-// of pieces, in order of the ranges in which they begin.
+// The place in long_pieces of piece i of this turn, or long_places() if there is none. Each turn has the same number
+// of pieces, in the order of the ranges in which they begin.
 __device__ inline unsigned ordered_place(const Groups &groups, unsigned turn, unsigned i) {
     const unsigned mine = threadIdx.x < kRanges ? groups.range_counts[threadIdx.x] : 0;
     unsigned through = mine;  // pieces in the ranges up to this lane's, inclusive
@@ -525,8 +531,9 @@ __device__ bool sum_long_piece(float (&sum)[width], Piece &piece, const Sums<flo
     return true;
 }
 
-// Role short groups: adds up block x's share of them, and stores the sums. Block x has bin x % bins; the teams of all
-// blocks of a bin take the entries of its list in turn. A team loads its next entry before it adds up the rows of this.
+// Role short groups: adds up block x's share of the short groups, and stores the sums. Block x works on bin x % bins.
+// The teams of all blocks of a bin take turns with the entries of its list. A team loads its next entry before it adds
+// up the rows of the present one.
 template <bool stochastic, int width, typename floatX, typename gradX>
 __device__ void sum_short_groups(const Sums<floatX, gradX> &job, Slice slice, unsigned x) {
     const Groups &groups = job.scratch.groups;
@@ -555,7 +562,7 @@ __device__ void sum_short_groups(const Sums<floatX, gradX> &job, Slice slice, un
 }
 
 // Role zero rows: of the 32 ids from 32*word on, zeroes the rows of those without positions. A warp writes a whole row:
-// DRAM takes long runs of writes at the speed of a memset, but not pieces of 256 bytes between reads.
+// DRAM writes long runs at the speed of a memset, but not pieces of 256 bytes between reads.
 template <int width, typename floatX, typename gradX>
 __device__ void zero_rows(const Sums<floatX, gradX> &job, unsigned word) {
     const unsigned V = job.scratch.groups.V, first = word * 32;
@@ -572,17 +579,18 @@ __device__ void zero_rows(const Sums<floatX, gradX> &job, unsigned word) {
     }
 }
 
-// All sums, once the positions are grouped: chooses the role of the block. A team of dwpe or of the long pieces adds up
-// one piece, then goes on to the tree; a team of the short groups adds up and stores one group after the other.
+// All sums, after the positions are grouped. Each block chooses its role. A team of dwpe or of the long pieces adds up
+// one piece, then continues in the tree. A team of the short groups adds up and stores one group after the other.
 //
-// Slice by slice: blocks start in order of x, then y, then z, so almost all work on one slice of the columns is done
-// before the next begins. (CUDA does not promise the order, and no result depends on it.) One slice of dout fits into
-// the L2: dwpe reads it in long runs, dwte then reads it from the L2, in the order of the ids. dwpe needs no groups, so
-// it is `ahead` slices ahead.
+// Slice by slice: blocks start in order of x, then y, then z, so that almost all work on one slice of the columns is
+// done before the next begins. (CUDA does not promise the order, and no result depends on it.) One slice of dout fits
+// into the L2: dwpe reads it from DRAM in long runs, then dwte reads it from the L2, in the order of the ids. dwpe
+// needs no groups, so it is `ahead` slices ahead.
 //
-// The choice of the role stays in the kernel: as a function that returns a struct, it costs 10 registers with fp32
-// (nvcc 13). Single elements (width 1) are bound to 32 registers, two blocks of 1024 threads on a multiprocessor:
-// without the bound, 42 registers leave room for two thirds of these. With stochastic rounding 32 would spill.
+// The choice of the role is part of the kernel: as a function that returns a struct, it costs 10 registers with fp32
+// (nvcc 13). With single elements (width 1), the launch bound of two blocks of 1024 threads limits a thread to 32
+// registers: without it, 42 registers leave room for two thirds of these threads. With stochastic rounding, 32
+// registers would spill.
 template <typename floatX, typename gradX, int width, bool stochastic>
 __global__ void __launch_bounds__(1024, width == 1 && !stochastic ? kResidentBlocks : 0)
     encoder_backward_kernel5(Sums<floatX, gradX> job) {
@@ -621,7 +629,7 @@ __global__ void __launch_bounds__(1024, width == 1 && !stochastic ? kResidentBlo
         if (blocks.turns > 1) i = ordered_place(job.scratch.groups, turn, i);
         if (!sum_long_piece(sum, piece, job, slice, i)) return;
     }
-    // Member by member: of a choice between two structs, the compiler would make copies in local memory.
+    // Member by member: for a choice between two structs, the compiler makes copies in local memory.
     const Gradient<gradX> gradient = {for_dwpe ? job.dwpe.data : job.dwte.data, job.dwte.accumulate,
                                       for_dwpe ? job.dwpe.seed : job.dwte.seed};
     add_pieces<stochastic>(sum, gradient, piece, job.scratch, slice, job.C);
@@ -630,28 +638,28 @@ __global__ void __launch_bounds__(1024, width == 1 && !stochastic ? kResidentBlo
 // ---------------------------------------------------------------------------------------------------------------------
 // launchers
 
-// Every launcher:  dwte (V, C) and dwpe (T, C), either may be null: it is not wanted; dout (B, T, C); inp (B, T) int32;
-// row-major, device memory, aligned to their element only, no overlap. status: a status word that the caller set to
-// kStatusOk, or null. A position with an id outside 0..V-1 adds nothing, and *status is lowered to the first such
+// Every launcher:  dwte (V, C) and dwpe (T, C), either of which may be null: not computed; dout (B, T, C); inp (B, T)
+// int32. Row-major, device memory, aligned to their element only, no overlap. status: a status word that the caller set
+// to kStatusOk, or null. A position with an id outside 0..V-1 adds nothing, and *status is lowered to the first such
 // position. workspace: device memory with any contents and at any alignment; encoder_backward_workspace_bytes() from
 // version 5 on, encoder_backward4_workspace_bytes() for version 4, none for versions 1 to 3. B*T is at most 2^31-1.
-// block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. Without positions, gradients that are
-// overwritten become zero. Both gradients null: nothing is done, and no id is looked at. Version 3 falls back on
+// block_size: a multiple of 32 up to 1024. Nothing is allocated or synchronised. If B*T is 0, gradients that are
+// overwritten become zero. If both gradients are null, nothing is done and no id is checked. Version 3 falls back on
 // version 1.
 //
 // Returns, before anything is launched, cudaErrorInvalidValue for too many positions or another block size, and, from
-// versions 1 to 3, cudaErrorNotSupported for stochastic rounding to 16 bits. Else the first error of a launch or a
+// versions 1 to 3, cudaErrorNotSupported for stochastic rounding to 16 bits; otherwise the first error of a launch or a
 // memset. A pending CUDA error stays pending.
 //
-// Versions 4 on round once, from a float sum, and give the same bits each time. Versions 1 to 3 round at each addition;
-// the atomics of 1 and 3 do that in any order, and take subnormal floats for zeros.
+// From version 4 on, sums are float and are rounded once, and the bits are the same each time. Versions 1 to 3 round at
+// each addition. The atomics of versions 1 and 3 add in any order, and treat subnormal floats as zeros.
 
 template <typename floatX, typename gradX>
 using EncoderBackward = cudaError_t (*)(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp,
                                         status_word *status, void *workspace, int B, int T, int C, int V,
                                         GradientStore store, int block_size, cudaStream_t stream);
 
-// The calls that no version can serve.
+// The error of a call that every version refuses.
 inline cudaError_t encoder_backward_refusal(int B, int T, int block_size) {
     return valid_block_size(block_size) && (long long)B * T <= INT32_MAX ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -709,7 +717,7 @@ cudaError_t encoder_backward2(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                          inp, status, N, T, C, V);
 }
 
-// Version 1 where rows are not aligned to 16 bytes.
+// Falls back on version 1 if rows are not aligned to 16 bytes.
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward3(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
@@ -727,7 +735,7 @@ cudaError_t encoder_backward3(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                          inp, status, N, T, C, V);
 }
 
-// The lists of version 4, one after the other in the workspace. Returns the end of the last.
+// Places the lists of version 4 in the workspace, one after the other. Returns the end of the last.
 inline char *lay_out_id_lists(IdLists *lists, char *workspace, unsigned N, int V) {
     take_array(&lists->counts, &workspace, (size_t)V + 1);
     take_array(&lists->ends, &workspace, V);
@@ -744,7 +752,7 @@ inline size_t encoder_backward4_workspace_bytes(int B, int T, int C, int V) {
     return lay_out_id_lists(&lists, begin, (unsigned)B * T, V) - begin + 15;
 }
 
-// Fills the lists.
+// Launches the kernels that fill the lists.
 inline cudaError_t list_positions(const IdLists &lists, const int *inp, status_word *status, unsigned N, int V,
                                   int block_size, cudaStream_t stream) {
     const unsigned position_blocks = ceil_div(N, (unsigned)block_size);
@@ -761,7 +769,7 @@ inline cudaError_t list_positions(const IdLists &lists, const int *inp, status_w
     return launch_kernel(encoder_backward_kernel4_order, position_blocks, block_size, 0, stream, lists, inp, V);
 }
 
-// 16 bytes of dout a lane, or an element where rows are not so aligned.
+// 16 bytes of dout per lane, or one element if rows are not aligned to 16 bytes.
 template <typename floatX, typename gradX, int width = Packed128<floatX>::size>
 cudaError_t encoder_backward4(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
@@ -805,20 +813,20 @@ inline size_t partial_rows(const Groups &groups, int B, int T) {
     return groups.long_places() + (batch_pieces(B) > 1 ? (size_t)T * batch_pieces(B) : 0);
 }
 
-// The arrays in the workspace, one after the other. Returns the end of the last.
+// Places the arrays in the workspace, one after the other. Returns the end of the last.
 inline char *lay_out_scratch(Scratch *scratch, char *workspace, int B, int T, int C) {
     const size_t rows = partial_rows(scratch->groups, B, T);
     workspace = scratch->groups.lay_out(workspace);
-    take_array(&scratch->arrived, &workspace, rows * ceil_div(C, kLanes));  // a slice has kLanes columns at least
+    take_array(&scratch->arrived, &workspace, rows * ceil_div(C, kLanes));  // a slice has at least kLanes columns
     take_array(&scratch->partials, &workspace, rows * C);
     return workspace;
 }
 
-// Whether the pieces of long groups are read in order of position: where dwpe reads dout in that order too.
+// Whether long pieces are read in order of position: useful where dwpe, too, reads dout in that order.
 inline bool wants_order(unsigned N, int B) { return N > kMostUnordered && batch_pieces(B) > 1; }
 
-// Bytes of workspace that versions 5 on need, at any alignment: about 50 for each position, 4*C for each 32 positions,
-// and a bit for each id.
+// Bytes of workspace from version 5 on, at any alignment: about 50 for each position, 4*C for each 32 positions, and a
+// bit for each id.
 inline size_t encoder_backward_workspace_bytes(int B, int T, int C, int V) {
     if ((long long)B * T * C == 0) return 0;
     const unsigned N = (unsigned)B * T;
@@ -827,9 +835,9 @@ inline size_t encoder_backward_workspace_bytes(int B, int T, int C, int V) {
     return lay_out_scratch(&scratch, begin, B, T, C) - begin + 15;
 }
 
-// Groups the positions, then adds up: 16 bytes of dout for each lane, or one element where rows are not so aligned.
-// overlap: each kernel starts while the one before it runs, and waits for its results where it needs them (programmatic
-// dependent launch, compute capability 9.0; without it, the same as without overlap).
+// Groups the positions, then adds up, with 16 bytes of dout per lane, or one element if rows are not aligned to 16
+// bytes. overlap: each kernel starts while the one before it runs, and waits for it before it uses its results
+// (programmatic dependent launch, compute capability 9.0; without it, the same as without overlap).
 template <typename floatX, typename gradX, int width = Packed128<floatX>::size>
 cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                                      void *workspace, int B, int T, int C, int V, GradientStore store,
@@ -905,7 +913,7 @@ cudaError_t encoder_backward_grouped(gradX *dwte, gradX *dwpe, const floatX *dou
     return launch_kernel(config, encoder_backward_kernel5<floatX, gradX, width, false>, job);
 }
 
-// All slices of a piece or a group are done by neighbouring blocks.
+// Neighbouring blocks handle the slices of one piece or group.
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward5(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
@@ -914,24 +922,26 @@ cudaError_t encoder_backward5(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                                     block_size, stream);
 }
 
-// Version 5 in another order of the blocks: slice by slice, in 16-bit types 256 bytes of each row of dout. One slice of
-// dout stays in the L2 between its two readers. Nsight Compute, on an H200 at B = 64, T = 1024, C = 768: with uniform
-// ids DRAM reads 170 MB, where dout and the rows of dwte are 157; without slices it reads dout twice. The launches are
-// those of version 5. 1.17 times as fast as version 5 at B 64 with uniform ids (bf16, C 768). No gain where all of dout
-// fits into the L2 (B 8), and 2% slower there with zipf ids. Kept as the base of version 7.
+// Version 5 with another order of the blocks: slice by slice, 256 bytes of each row of dout in 16-bit types. One slice
+// of dout stays in the L2 between its two reads. Nsight Compute, on an H200 at B = 64, T = 1024, C = 768: with uniform
+// ids DRAM reads 170 MB, where dout and the rows of dwte are 157 MB; without slices it reads dout twice. The launches
+// are those of version 5. 1.17 times as fast as version 5 at B 64 with uniform ids (bf16, C 768). No gain where all of
+// dout fits into the L2 (B 8), and 2% slower there with zipf ids. Kept as the base of version 7.
 //
 // What helped:
-// - Few teams that live long: with 4 positions for each team in place of 16, most of the time goes into the start of
-//   blocks. But few slices at once: so a team walks through the list of short groups, and loads its next entry early.
-// - Groups of one position after the others: the two teams of a warp wait for each other where their loops differ.
-// - Streaming accesses to the gradients only: with streaming loads of dout, dwte's reads of it miss the L2.
+// - Few teams, each with much work: with 4 positions per team instead of 16, most of the time is spent on the start of
+//   blocks. But only few slices at once: so each team loops over the list of short groups, and loads its next entry
+//   early.
+// - Groups of one position behind the others: the two teams of a warp wait for each other where their loops differ.
+// - Streaming accesses to the gradients only: with streaming loads of dout, dwte's reads of dout miss the L2.
 // - Tiles and runs in the grouping. In its first version every bin read all ids. That saved the tile kernel and its
 //   launch, but took more instructions, and one frequent id kept one block busy for 30 us.
 // What did not help:
-// - Rows of dout through shared memory with cp.async: twice as slow, since each row then needs a loop of its own.
-// - A warp for each group, 8 bytes for each lane: no teams that wait for each other, but twice the instructions.
-// - 32 lanes of 16 bytes: a slice is 512 bytes wide then, and does not fit into the L2.
-// What is left: 6 of 16 warps of a scheduler, which wait for L2 and DRAM; both are half to three quarters busy.
+// - Rows of dout through shared memory with cp.async: twice as slow, since each row then needs its own loop.
+// - One warp per group, 8 bytes per lane: no teams that wait for each other, but twice the instructions.
+// - 32 lanes of 16 bytes: a slice is then 512 bytes wide and does not fit into the L2.
+// The remaining limit: a scheduler has 6 of 16 possible warps, which wait for L2 and DRAM; both are half to three
+// quarters busy.
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward6(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
@@ -940,9 +950,9 @@ cudaError_t encoder_backward6(gradX *dwte, gradX *dwpe, const floatX *dout, cons
                                     block_size, stream);
 }
 
-// Version 6 with overlap. The groups are ready after some 12 us, in which most of the GPU is idle; dwpe's first two
-// slices need no groups, and fill that time. On an H200, 1.01 to 1.26 times as fast as version 6 over all measured
-// shapes, most at B 8. Below compute capability 9.0 it is version 6.
+// Version 6 with overlap. Grouping takes about 12 us, in which most of the GPU is idle. The first two slices of dwpe
+// need no groups and use that time. On an H200, 1.01 to 1.25 times as fast as version 6 over all measured shapes, most
+// at B 8. Below compute capability 9.0 it is version 6.
 template <typename floatX, typename gradX>
 cudaError_t encoder_backward7(gradX *dwte, gradX *dwpe, const floatX *dout, const int *inp, status_word *status,
                               void *workspace, int B, int T, int C, int V, GradientStore store, int block_size,
@@ -959,17 +969,16 @@ struct EncoderBackwardProperties {
 
 template <typename floatX, typename gradX>
 constexpr Version<EncoderBackward<floatX, gradX>, EncoderBackwardProperties> encoder_backward_versions[] = {
-    {1, "atomics", "a thread an element, added with atomics", encoder_backward1<floatX, gradX>, 256, kNotReproducible,
-     {kRoundsEachAddition}},
-    {2, "no atomics", "a thread a column, which loops over all positions", encoder_backward2<floatX, gradX>, 32,
+    {1, "atomics", "one thread per element, added with atomics", encoder_backward1<floatX, gradX>, 256,
+     kNotReproducible, {kRoundsEachAddition}},
+    {2, "no atomics", "one thread per column, which loops over all positions", encoder_backward2<floatX, gradX>, 32,
      kSameBits, {kRoundsEachAddition}},
-    {3, "x128 atomics", "a thread 16 bytes", encoder_backward3<floatX, gradX>, 256, kNotReproducible,
-     {kRoundsEachAddition}},
-    {4, "plain groups", "positions listed by id; a warp adds up an id's rows and stores the sum once",
+    {3, "x128 atomics", "one thread per 16 bytes, added with one atomic", encoder_backward3<floatX, gradX>, 256,
+     kNotReproducible, {kRoundsEachAddition}},
+    {4, "plain groups", "positions listed by id; one warp adds up an id's rows and stores the sum once",
      encoder_backward4<floatX, gradX>, 256},
-    {5, "grouped", "positions grouped by id; a group's rows are added up and stored once",
-     encoder_backward5<floatX, gradX>, 256},
-    {6, "slices", "a slice of the columns at a time, so that dout is read from DRAM once",
+    {5, "grouped", "grouping in shared memory; long groups are cut into pieces", encoder_backward5<floatX, gradX>, 256},
+    {6, "slices", "one slice of the columns after the other: dwte reads dout from the L2",
      encoder_backward6<floatX, gradX>, 256},
     {7, "overlap", "dwpe begins while the positions are being grouped", encoder_backward7<floatX, gradX>, 256},
 };
