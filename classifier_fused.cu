@@ -7,17 +7,17 @@ the row's target:
   loss = (1-eps) * (lse - z_t)  +  eps * (lse - mean_j z_j)  +  z_loss * lse^2        eps = label_smoothing
   dlogits_j = dloss * logit_scale * (1 - (z_j/softcap)^2) * ((1 + 2*z_loss*lse) * p_j - (1-eps)*[j=t] - eps/V)
 
-The factor with the softcap is 1 without a softcap. All outputs are computed in one launch: the probabilities are stored
-only if they are wanted, and the gradient may replace the logits. A row is used twice, for the sum and for the gradient.
-The fewest bytes are one read and one write of the logits, which requires room on the chip for a row.
+The factor with the softcap is 1 without a softcap. One launch computes all outputs: the probabilities are stored only
+if they are wanted, and the gradient may overwrite the logits. Each row is used twice, for the sum and for the gradient.
+The fewest bytes are one read and one write of the logits, which requires that a row fits on the chip.
 
 version 1  warp: one warp per row; maximum and sum in one read, then a second read and the write
 version 2  block: one block per row; fewer rows are in progress at a time, and more of the second reads hit the L2
 version 3  x128: each thread loads and stores 16 bytes at a time, from the row's first multiple of 16 bytes
 version 4  reverse: the first read runs backwards, so that the second one begins with the latest lines in the L2
-version 5  staged: a row is read once. A short row waits for its gradient in the registers of a warp. A long row waits
-           in shared memory, of a cluster if one block's is too small, while the next row arrives. Version 4 takes the
-           rows between, where it is faster
+version 5  staged: each row is read once and kept on the chip until its gradient is written: a short row in the
+           registers of a warp, a long row in the shared memory of a block or a cluster, where the next row is loaded
+           meanwhile. Rows of medium length, for which version 4 is faster, use version 4
 
 Measured on an NVIDIA H200, B8 T1024 V50257 P50304 bf16 uniform, cold:
   1  warp               2.8993 ms   13.4% of copy
@@ -64,7 +64,7 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
     const bool ignored = target == options.ignore_index, good = !ignored && id_in_range(target, V);
     double max = -INFINITY, sum = 0, distance = 0, gap = 0;
     const double x_t = good ? scale * (double)logits[target] : NAN;
-    bool largest = good;  // no logit is larger than the target's, and none in front of it is equal
+    bool largest = good;  // no logit is larger than the target's, and none before it is equal
     for (int j = 0; j < V; j++) {
         const double x = scale * (double)logits[j];
         largest = largest && (x < x_t || (x == x_t && j >= target));
@@ -96,10 +96,10 @@ ClassifierRow classifier_fused_cpu(double *dlogits, double *probs, double *z, co
 // ---------------------------------------------------------------------------------------------------------------------
 // kernels
 
-// Version 1: one warp per row. Each lane keeps a maximum and a sum, which it rescales when its maximum grows (Milakov
-// and Gimelshein 2018), so that one read gives both. Shuffles merge the lanes. Then the row is read again and written.
-// It loses on every row that the L2 does not keep: a large GPU has some 8000 rows in progress, far more than its L2
-// holds, so that DRAM moves 3 times the row's bytes instead of 2. It also needs a load or store for each element.
+// Version 1: one warp per row. Each lane keeps a maximum and a sum, and rescales the sum when the maximum grows
+// (Milakov and Gimelshein 2018), so that one read gives both. Shuffles merge the lanes. Then the row is read again and
+// written. Loses on every row that the L2 does not keep: a large GPU has about 8000 rows in progress, far more than its
+// L2 holds, so that DRAM moves 3 times the row's bytes instead of 2. It also needs a load or store for each element.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel1(ClassifierArguments<floatX> args) {
     typedef Packed<floatX, 1> one;
@@ -122,10 +122,10 @@ __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel
     zero_columns(target.probs, args.V, args.P, lane, kWarpSize);
 }
 
-// Version 2: one block per row. With 1024 threads a block, a multiprocessor has two rows in progress instead of 64. For
-// rows of 100 KB and 132 multiprocessors these are 26 MB, which an L2 of 50 MB may still hold for the second read. The
-// cost is a reduction over the block for each row. It loses on short rows, which leave threads idle, and in
-// instructions: still a load or store for each element.
+// Version 2: one block per row. With 1024 threads per block, a multiprocessor has two rows in progress instead of 64.
+// With rows of 100 KB and 132 multiprocessors these are 26 MB, which an L2 of 50 MB may still hold for the second read.
+// The cost is a reduction over the block for each row. Loses on short rows, which leave threads idle. It still needs a
+// load or store for each element.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel2(ClassifierArguments<floatX> args) {
     typedef Packed<floatX, 1> one;
@@ -183,18 +183,18 @@ __device__ bool same_alignment(const ClassifierTarget<floatX> &t) {
            (!t.probs || ((uintptr_t)t.probs - logits) % 16 == 0);
 }
 
-// Version 3: version 2 with 16 bytes a load and store. In 16-bit types this has an eighth of the loads and stores, and
-// one comparison with the running maximum for eight logits. P decides where a row begins: the elements on either side
-// of the row's 16-byte multiples are left to single threads. It loses where dlogits or probs have another alignment
-// than the logits: the second pass then accesses single elements. Like version 2 it depends on the L2 for the second
-// read.
+// Version 3: version 2 with loads and stores of 16 bytes. In 16-bit types this is an eighth of the loads and stores,
+// and one comparison with the running maximum for eight logits. The alignment of a row depends on P: single threads
+// handle the elements before the row's first multiple of 16 bytes and behind its last one. Loses where dlogits or probs
+// have another alignment than the logits: the second pass then accesses single elements. Like version 2 it depends on
+// the L2 for the second read.
 //
-// Version 4, reverse: the first read runs from the end of the row to its beginning, the second one from the beginning.
-// The second read begins with the lines that were read last, so that a part of it hits the L2 even if the L2 does not
-// hold the whole row: an LRU cache of 60% of a row serves none of a second read in the same direction, and 60% of one
-// in the opposite direction. The second read and the writes are streaming: their lines are not used again, and leave
-// the L2 to the rows of other blocks. It costs no instruction. It loses to version 5 where the rows in progress exceed
-// the L2: part of each row is then read from DRAM twice. Both ideas are from llm.c's fused_classifier.
+// Version 4, reverse: the first read runs from the end of the row to its beginning, the second one from the beginning
+// to the end. So the second read begins with the lines that were read last, and a part of it hits the L2 even if the L2
+// does not hold the whole row: an LRU cache of 60% of a row serves none of a second read in the same direction, and 60%
+// of one in the opposite direction. The second read and the writes are streaming: their lines are not used again and
+// leave space in the L2 for the rows of other blocks. It costs no instruction. Loses to version 5 where the rows in
+// progress exceed the L2: part of each row is then read from DRAM twice. Both ideas are from llm.c's fused_classifier.
 template <typename floatX, bool softcap, Extras extras, bool reverse>
 __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel3(ClassifierArguments<floatX> args) {
     typedef Packed128<floatX> x128;
@@ -238,19 +238,19 @@ __global__ void __launch_bounds__(1024, kResidentBlocks) classifier_fused_kernel
     zero_columns128(target.probs, args.V, args.P);
 }
 
-// The column of a thread's element before or behind the row's vectors, of which there are at most 14; V if it has none.
+// The column of a thread's element before or behind the row's vectors (at most 14 elements); V if it has none.
 __device__ inline unsigned edge_column(const Cut &cut, unsigned thread, unsigned V) {
     return thread < cut.head ? thread : min(cut.tail + thread - cut.head, V);
 }
 
-constexpr unsigned kHeldVectors = 8;       // per thread, at most, of a row in the registers of a warp
-constexpr unsigned kStagedVectors = 2048;  // per row, at least, to pass through the ring: 32 KB
+constexpr unsigned kHeldVectors = 8;       // per thread, at most, if a warp keeps a row in registers
+constexpr unsigned kStagedVectors = 2048;  // per row, at least, for rows in shared memory: 32 KB
 
-// Version 5 for short rows. A row is read once: a warp keeps it in registers, `held` vectors a thread, from the read to
-// the write. That saves the second read, and the rescaling of the sums, since the maximum is computed first. Each
-// thread issues all of its loads before it uses the first. The cost is registers. It loses on longer rows: blocks that
-// keep a row in registers in the same way were slower than version 4 (V = 4096: 80% of the copy rate against 84%, V =
-// 8192: 81% against 84%, H200).
+// Version 5 for short rows. Each row is read once: a warp keeps it in registers, `held` vectors per thread, from the
+// read to the write. This saves the second read, and the rescaling of the sums, since the maximum is computed first.
+// Each thread issues all of its loads before it uses the first. The cost is registers. Loses on longer rows: blocks
+// that keep a row in registers in the same way were slower than version 4 (V = 4096: 80% of the copy rate instead of
+// 84%, V = 8192: 81% instead of 84%, H200).
 template <typename floatX, bool softcap, Extras extras, unsigned held>
 __global__ void __launch_bounds__(256) classifier_fused_kernel5_short(ClassifierArguments<floatX> args) {
     typedef Packed128<floatX> x128;
@@ -314,54 +314,53 @@ __global__ void __launch_bounds__(256) classifier_fused_kernel5_short(Classifier
     zero_columns128(target.probs, args.V, args.P, thread, threads);
 }
 
-// Version 5 for long rows. A row is read once: it waits in shared memory, in a ring of chunks, from its arrival until
-// its gradient replaces it. Version 4 reads each row twice, 3 times the row's bytes in all, of which the L2 saves a
-// part; this version moves 2 times the row's bytes. It loses on rows of less than 32 KB, where the fixed costs of
-// chunks and rows exceed the second read, and with a softcap, where the arithmetic needs more threads: version 4 takes
-// both.
+// Version 5 for long rows. Each row is read once: it stays in shared memory, in a ring of chunks, from its arrival
+// until its gradient has been stored. Version 4 moves 3 times the row's bytes (two reads and a write), of which the L2
+// saves a part; this version moves 2 times the row's bytes. Loses on rows of less than 32 KB, where the fixed costs per
+// chunk and row exceed the second read, and with a softcap, where the arithmetic needs more threads: version 4 is used
+// for both.
 //
-// The warps have four roles, a function each, which work on different rows at the same time:
-//   move_chunks  the mover, a thread: issues the bulk copies of chunks into the ring, and out of it
+// The warps have four roles, one function each, which work on different rows at the same time:
+//   move_chunks  the mover, one thread: issues the bulk copies of chunks into the ring and out of it
 //   read_rows    the readers, half of the warps: compute the statistics of the chunks that have arrived
-//   merge_rows   the clerk, a warp: merges the readers' statistics, writes the row's scalars, and passes the constants
-//                of the gradient to the writers. It also has the elements on either side of the row's 16-byte
-//                multiples.
+//   merge_rows   the clerk, one warp: merges the readers' statistics, writes the row's scalars, and sends the constants
+//                of the gradient to the writers. It also handles the elements before and behind the row's 16-byte
+//                multiples
 //   write_rows   the writers, the other warps: write the gradient over the logits in the ring
-// While one row is written, the next one is read and the one after it arrives. No role waits for a reduction over the
-// block. A row that is too long for one block is divided among the blocks of a cluster, whose clerks exchange their
-// statistics through distributed shared memory. Blocks are persistent, and take row after row.
+// While one row is written, the next one is read, and the one after it is loaded. No role waits for a reduction over
+// the block. A row that is too long for one block is divided among the blocks of a cluster, whose clerks exchange their
+// statistics through distributed shared memory. Blocks are persistent: each processes one row after the other.
 //
 // The limit for long rows is DRAM: a version without any arithmetic was no faster (H200). Therefore:
-// - If the gradient replaces the logits, arriving lines are marked to be kept in the L2 (evict_last) until they are
-//   written: a write that finds its line in the L2 disturbs the reads less. That is worth 3 to 5%; evict_first costs
-//   5%.
-// - Gradients are stored by bulk copies of 18 KB. Stores of 16 bytes a thread by the writers cost 3%.
-// - The clerks' messages are st.async, which count their own bytes at the receiver's barrier. A plain store and an
-//   arrival with release at cluster scope took 2 us a row: such a fence waits for all stores to global memory.
-// - The ring has room for 2.2 rows. With 1.4, a block waited for the sums of a row with no further row to request.
+// - If the gradient overwrites the logits, loaded lines are kept in the L2 (evict_last) until they are written: a write
+//   that hits the L2 delays the reads less. This gains 3 to 5%; evict_first loses 5%.
+// - Gradients are stored by bulk copies of 18 KB. Stores of 16 bytes per thread by the writers cost 3%.
+// - The clerks' messages are st.async, whose bytes are counted by the receiver's barrier. A plain store and an arrival
+//   with release at cluster scope took 2 us per row: such a fence waits for all stores to global memory.
+// - The ring has room for 2.2 rows. With 1.4, a block waited for the sums of a row without a further row to load.
 //   Clusters of 4 leave 12 of the 132 multiprocessors idle, but were faster where two blocks had room for 1.8 rows.
-// The limit for short rows is the fixed cost of a chunk and a row. V = 32000 reached 80% of the copy rate when each of
-// the 24 warps merged the statistics, and 94% with a clerk. More warps are no faster: each pays the fixed cost.
+// The limit for short rows is the fixed cost per chunk and row. V = 32000 reached 80% of the copy rate when each of the
+// 24 warps merged the statistics, and 94% with a clerk. More warps are no faster, since each has the fixed cost.
 struct Staging {
     unsigned readers, writers;  // warps
     unsigned chunk;             // vectors, a multiple of 32
     unsigned stages;            // chunks in the ring
 };
-constexpr unsigned kStagedThreads = 832;   // at most: 12 warps of readers and 12 of writers, with 72 registers a thread
+constexpr unsigned kStagedThreads = 832;   // at most: 12 warps of readers, 12 of writers; 72 registers per thread
 constexpr unsigned kReadingThreads = 768;  // at most, if only scalars are written
 constexpr unsigned kVectors = 3;           // per thread and chunk, at most
 constexpr unsigned kSharedVectors = 6144;  // per row, at least, for two blocks to share it where rows are few
 constexpr unsigned kFewRows = 16;          // per multiprocessor, at most
-constexpr unsigned kLeaving = 2;           // chunks that may still be leaving when the next one is loaded
+constexpr unsigned kLeaving = 2;           // bulk stores that may still be reading the ring when a chunk is loaded
 constexpr unsigned kRowSlots = 2;          // rows whose messages between the roles are in memory
 
-// The destination of a chunk of gradients; no bytes: the chunk is not stored.
+// The destination of a chunk of gradients. 0 bytes: the chunk is not stored.
 struct ChunkDestination {
     void *to = nullptr;
     unsigned bytes = 0;
 };
 
-// A clerk's message to the others: an OnlineSoftmax without `beaten`, which version 5 does not need. One st.async.
+// A clerk's message to other clerks: an OnlineSoftmax without `beaten`, which version 5 does not need. One st.async.
 struct alignas(16) ClerkMessage {
     float max, sum, gaps;
     unsigned count;
@@ -370,10 +369,9 @@ struct alignas(16) ClerkMessage {
 // The dynamic shared memory of a block, with the barriers by which the roles synchronise.
 //
 // A barrier (mbarrier) in shared memory completes a phase when the expected number of arrivals and the announced number
-// of bytes are there; then its next phase begins. A wait names the parity of a phase: 0 in the first round of a ring, 1
-// in the second, and so on. A wait for the previous phase returns at once in the first round.
-//   full[i]              The mover arrives and announces the bytes of the chunk, which the bulk copy brings. Readers
-//                        and writers wait.
+// of bytes have been counted; then the next phase begins. A wait names the parity of a phase: 0 in the first round of a
+// ring, 1 in the second, and so on. In the first round, a wait for the previous phase returns at once.
+//   full[i]              The mover arrives and announces the bytes of the chunk's bulk copy. Readers and writers wait.
 //   done[i]              A lane of each writing warp arrives when its part of the gradient is in the ring, or its part
 //                        of the chunk has been read if the gradient is not stored in bulk. Without writers, a lane of
 //                        each reading warp. The mover waits.
@@ -436,7 +434,7 @@ struct StagedMemory {
     }
 };
 
-// What the roles of a block share.
+// The data that all roles of a block use.
 struct StagedBlock {
     const Staging &plan;
     const StagedMemory memory;
@@ -446,7 +444,7 @@ struct StagedBlock {
     bool writes;             // dlogits or probs
 };
 
-// The warp arrives at the barrier, after all of its lanes have come here.
+// The warp arrives at the barrier once all of its lanes have reached this call.
 __device__ inline void warp_arrive(uint64_t *barrier) {
     namespace ptx = cuda::ptx;
     __syncwarp();
@@ -454,7 +452,7 @@ __device__ inline void warp_arrive(uint64_t *barrier) {
         ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier);
 }
 
-// The number of vectors of each lane in a chunk of `count` vectors, of which a warp has every warps-th group of 32.
+// The number of vectors of each lane in a chunk of `count` vectors, if each warp has every warps-th group of 32.
 __device__ inline unsigned vectors_of_warp(unsigned count, unsigned warp, unsigned warps) {
     const unsigned groups = count / kWarpSize;
     return groups > warp ? (groups - warp - 1) / warps + 1 : 0;
@@ -470,14 +468,14 @@ __device__ void with_vectors(unsigned n, What what) {
     }
 }
 
-// The target of a row, 0 behind the last row. Each role loads it one row ahead.
+// The target of a row, or 0 past the last row. Each role loads it one row ahead.
 template <typename floatX>
 __device__ int target_at(const ClassifierArguments<floatX> &args, long long row) {
     return row < args.N ? args.targets[row] : 0;
 }
 
-// The mover. It keeps the ring full: it loads a chunk as soon as the gradient of the chunk before in the same place has
-// left the ring.
+// The mover. It keeps the ring full: it loads a chunk as soon as the gradient of the previous chunk in the same place
+// has left the ring.
 template <typename floatX>
 __device__ void move_chunks(const ClassifierArguments<floatX> &args, const StagedBlock &block) {
     namespace ptx = cuda::ptx;
@@ -520,7 +518,7 @@ __device__ void move_chunks(const ClassifierArguments<floatX> &args, const Stage
     ptx::cp_async_bulk_wait_group(ptx::n32_t<0>());
 }
 
-// A reader.
+// A reader: adds the vectors of its warp to the statistics.
 template <typename floatX, Extras extras>
 __device__ void read_rows(const ClassifierArguments<floatX> &args, const StagedBlock &block) {
     typedef Packed128<floatX> x128;
@@ -596,8 +594,8 @@ __device__ OnlineSoftmax merge_blocks(const OnlineSoftmax &own, float logit, con
     return warp_merge<extras>(all, args);
 }
 
-// The clerk. It loads targets two rows ahead, and the elements that they lead to one row ahead. The first block's clerk
-// has the row's edges: the elements on either side of its 16-byte multiples.
+// The clerk. It loads targets two rows ahead, and the logits at these targets one row ahead. The first block's clerk
+// handles the row's edges: the elements before and behind its 16-byte multiples.
 template <typename floatX, Extras extras>
 __device__ void merge_rows(const ClassifierArguments<floatX> &args, const StagedBlock &block) {
     typedef Packed<floatX, 1> one;
@@ -605,7 +603,7 @@ __device__ void merge_rows(const ClassifierArguments<floatX> &args, const Staged
     const unsigned lane = threadIdx.x % kWarpSize, readers = block.plan.readers;
     Ring slots;
     int next_id = target_at(args, block.first), id_after = target_at(args, block.first + block.step);
-    floatX next_logit = (floatX)0.0f, next_edge = (floatX)0.0f;  // not converted: that would wait for the loads
+    floatX next_logit = (floatX)0.0f, next_edge = (floatX)0.0f;  // a conversion to float would wait for the loads
     auto load_elements = [&](long long row, int id) {
         if (row >= args.N || block.rank > 0) return;
         const ClassifierTarget<floatX> target = describe_target(args, row, id);
@@ -660,8 +658,8 @@ struct Writer {
     unsigned vectors_of_chunk;  // vectors_of_warp() for a whole chunk
 };
 
-// Stores the target's gradient if it belongs to the vector at chunk[i]; `column` is that of chunk[0]. It is a second
-// store to the element, by the same thread, as in write_columns().
+// Stores the target's gradient if it belongs to the vector at chunk[i]. `column` is the column of chunk[0]. This is a
+// second store to the element, by the same thread, as in write_columns().
 template <typename floatX>
 __device__ void put_target(floatX *chunk, unsigned i, unsigned column, const ClassifierTarget<floatX> &target,
                            const ClassifierGradient &g) {
@@ -669,7 +667,7 @@ __device__ void put_target(floatX *chunk, unsigned i, unsigned column, const Cla
     if (k < Packed128<floatX>::size) chunk[i + k] = (floatX)g.at_target;
 }
 
-// Writes a chunk of `count` vectors where nothing is wanted but the gradient, and it is stored in bulk.
+// Writes a chunk if only the gradient is wanted and it is stored in bulk.
 template <Extras extras, typename floatX>
 __device__ void write_gradient_chunk(floatX *chunk, unsigned count, unsigned column, const Writer &writer,
                                      const ClassifierTarget<floatX> &target, const ClassifierGradient &g,
@@ -696,7 +694,7 @@ __device__ void write_gradient_chunk(floatX *chunk, unsigned count, unsigned col
     }
 }
 
-// Writes a chunk where probabilities are wanted or the row is ignored. `stored`: the chunk is then stored in bulk.
+// Writes a chunk if probabilities are wanted or the row is ignored. `stored`: the chunk is then stored in bulk.
 template <Extras extras, typename floatX>
 __device__ void write_any_chunk(floatX *chunk, unsigned count, unsigned column, const Writer &writer, bool stored,
                                 const ClassifierTarget<floatX> &target, const ClassifierGradient &g,
@@ -714,7 +712,7 @@ __device__ void write_any_chunk(floatX *chunk, unsigned count, unsigned column, 
     }
 }
 
-// Writes a chunk by elements, where the logits and the results have different alignments.
+// Writes a chunk by elements, if the logits and the results have different alignments.
 template <Extras extras, typename floatX>
 __device__ void write_chunk_by_element(floatX *chunk, unsigned count, unsigned column, const Writer &writer,
                                        const ClassifierTarget<floatX> &target, const ClassifierGradient &g,
@@ -726,7 +724,7 @@ __device__ void write_chunk_by_element(floatX *chunk, unsigned count, unsigned c
     }
 }
 
-// A writer. Bad targets and the padding need no chunks.
+// A writer. Rows with bad targets, and the padding, need no chunks.
 template <typename floatX, Extras extras>
 __device__ void write_rows(const ClassifierArguments<floatX> &args, const StagedBlock &block) {
     namespace ptx = cuda::ptx;
@@ -778,8 +776,8 @@ __device__ void write_rows(const ClassifierArguments<floatX> &args, const Staged
     }
 }
 
-// Divides the block into its roles. The mover makes the barriers and begins at once; the others begin when the barriers
-// of all blocks of the cluster exist. No block exits while others may send it a message.
+// Divides the block into its roles. The mover initialises the barriers and begins at once; the other roles begin when
+// the barriers of all blocks of the cluster exist. No block exits while others may send it a message.
 template <typename floatX, Extras extras>
 __device__ void stage_rows(const ClassifierArguments<floatX> &args, const Staging &plan) {
     extern __shared__ uint4 staged[];
@@ -823,30 +821,32 @@ __global__ void __launch_bounds__(kStagedThreads, 1)
 // ---------------------------------------------------------------------------------------------------------------------
 // launchers
 
-// Every launcher:  logits (N, P), of which each row's first V columns count; targets (N) int32; dlogits (N, P), losses
-// (N), lse (N), probs (N, P), correct (N) int32, each of which may be null: not wanted; dlosses (N), a factor of each
-// row's gradient beside options.dloss, or null: 1. Row-major, device memory, aligned to their element only. dlogits may
-// be logits itself; otherwise nothing overlaps. Columns V..P-1 of the logits are never read, and become 0 in dlogits
-// and probs. losses and lse are in nats; correct is 1 where the largest logit (the first among equals) is the target's.
+// Every launcher:  logits (N, P), of which columns 0..V-1 are used; targets (N) int32; dlogits (N, P), losses (N), lse
+// (N), probs (N, P), correct (N) int32, each of which may be null: not computed; dlosses (N), a factor of each row's
+// gradient beside options.dloss, or null: 1. Row-major, device memory, aligned to their element only. dlogits may be
+// logits itself; otherwise nothing overlaps. Columns V..P-1 of the logits are never read, and become 0 in dlogits and
+// probs. losses and lse are in nats. correct is 1 if the largest logit (the first among equals) is the target's.
 //
-// A target of options.ignore_index, whatever that is: loss 0, gradient 0, not correct; lse and probs as for any row,
-// and if neither is wanted the row is not read. Any other target outside 0..V-1: loss NaN, gradient NaN in columns
-// 0..V-1, not correct, and status (a status word that the caller has set to kStatusOk, or null) gets the first such
-// row. A logit of -inf has probability 0. A row that holds a NaN, +inf or nothing but -inf (or V = 0): its lse, loss,
-// probabilities and gradient are NaN; with a softcap infinities are +-softcap instead. If a logit is NaN, correct is 0.
+// A row whose target is options.ignore_index (any value): loss 0, gradient 0, not correct; lse and probs as for any
+// row. If neither is wanted, the row is not read. Any other target outside 0..V-1: loss NaN, gradient NaN in columns
+// 0..V-1, not correct, and *status (a status word that the caller has set to kStatusOk; status may be null) becomes the
+// first such row. A logit of -inf has probability 0. If a row holds a NaN or +inf, or only -inf (or V = 0), its lse,
+// loss, probabilities and gradient are NaN; with a softcap, infinities become +-softcap instead. If a logit is NaN,
+// correct is 0.
 //
-// losses are not multiplied by dloss or divided by the divisor. With options.add_losses they are added to what losses
-// holds (an ignored row adds 0); all other outputs are overwritten. For the gradient of the losses' mean, options.dloss
-// is 1 over the number of targets that are not ignored, or options.divisor is that number. block_size: a multiple of 32
-// up to 1024; the table of versions has the fastest. Version 5 takes 128 to 832 of it, at most 768 where nothing is
-// written but scalars. Allocates nothing, does not synchronise. Returns cudaErrorInvalidValue for P < V, a negative
-// size, another block size, or options that valid_options() refuses; otherwise the error of the launch. For N = 0 it
-// returns cudaSuccess without a launch. A pending CUDA error stays pending. dlogits and probs are computed in float and
-// rounded once. The same inputs give the same bits at the same block size for the same outputs; version 1 at any block
-// size. With a softcap, z is exact to softcap * 1e-7. Probabilities below 2^-126 are 0, or below 2^-63 where |z|
-// is beyond 2^23. The label smoothing term is the mean of max_i z_i - z_j over the vocabulary: a sum in float, scaled
-// so that no partial sum overflows, with compensated additions. Its relative error is at most 1e-6 for all finite
-// logits, and a loss is infinite only if it is beyond float's range.
+// losses are neither multiplied by dloss nor divided by the divisor. With options.add_losses they are added to the
+// contents of `losses` (an ignored row adds 0); all other outputs are overwritten. For the gradient of the losses'
+// mean, set options.dloss to 1 over the number of targets that are not ignored, or options.divisor to that number.
+// block_size: a multiple of 32 up to 1024; the table of versions has the fastest. Version 5 limits it to 128..832, and
+// to at most 768 if only scalars are written. Allocates nothing, does not synchronise. Returns cudaErrorInvalidValue
+// for P < V, a negative size, another block size, or options that valid_options() refuses; otherwise the error of the
+// launch. For N = 0 it returns cudaSuccess without a launch. A pending CUDA error stays pending.
+//
+// dlogits and probs are computed in float and rounded once. The same inputs give the same bits for the same outputs at
+// the same block size, with version 1 at any block size. With a softcap, z is exact to softcap * 1e-7. Probabilities
+// below 2^-126 are 0, or below 2^-63 where |z| is beyond 2^23. The label smoothing term is the mean of max_i z_i - z_j
+// over the vocabulary: a sum in float, scaled so that no partial sum overflows, with compensated additions. Its
+// relative error is at most 1e-6 for all finite logits, and a loss is infinite only if it is beyond float's range.
 
 template <typename floatX>
 using ClassifierFused = cudaError_t (*)(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
@@ -925,12 +925,12 @@ cudaError_t classifier_fused4(floatX *dlogits, float *losses, float *lse, floatX
 }
 
 // Plans version 5 for rows of `vectors` vectors on blocks with `shared` bytes of shared memory. Uses the fewest blocks
-// a row (1, 2, 4 or 8) with room for 2.2 rows in the ring, at most 8; 16, if most_ranks allows it and 8 have room for
-// less than 1.5 rows. Not every device has clusters of 16, and they leave more multiprocessors idle. If only scalars
-// are written, a chunk leaves the ring after its read, and one block is enough. If the rows are few and long, two
-// blocks share each, so that the first row is read and the last one is written in half the time. (V = 50304, H200: 4%
-// of the time of 2048 rows, 5% of 640; V = 40960 lost 3%.) Returns false if there is no plan, and for rows of less than
-// 32 KB.
+// per row (1, 2, 4 or 8) whose rings have room for 2.2 rows, at most 8; or 16, if most_ranks allows it and 8 have room
+// for less than 1.5 rows. Not every device has clusters of 16, and they leave more multiprocessors idle. If only
+// scalars are written, a chunk leaves the ring after it is read, and one block is enough. If the rows are few and long,
+// two blocks share each row, so that the first row is read and the last one is written in half the time. (V = 50304,
+// H200: this saves 4% of the time of 2048 rows, 5% of 640; V = 40960 lost 3%.) Returns false if there is no plan, and
+// for rows of less than 32 KB.
 inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool writes, bool few, int block_size,
                          size_t shared, unsigned most_ranks) {
     if (vectors < kStagedVectors) return false;
@@ -952,7 +952,7 @@ inline bool plan_staging(Staging *plan, unsigned *ranks, unsigned vectors, bool 
     return plan->stages >= (writes ? chunks : 1) + kLeaving;
 }
 
-// Returns cudaErrorNotSupported if there is no plan, which depends on the device and the arguments alone.
+// Returns cudaErrorNotSupported if there is no plan, which depends only on the device and the arguments.
 template <Extras extras, typename floatX>
 cudaError_t launch_staged(const ClassifierArguments<floatX> &args, int block_size, cudaStream_t stream) {
     const auto kernel = classifier_fused_kernel5<floatX, extras>;
@@ -1000,11 +1000,11 @@ cudaError_t launch_short(const ClassifierArguments<floatX> &args, int block_size
     return launch_kernel(kernel, grid_size, block, 0, stream, args);
 }
 
-// Version 5 falls back on version 4 for a row that does not fit into the registers of a warp, if the row is shorter
-// than 32 KB, the device has no clusters (before compute capability 9.0), or the row is too long for a cluster. It also
-// does so with a softcap, for `correct` and for a logit_scale that is not positive: the arithmetic then takes longer
-// than the second read, and the more threads of version 4 are faster (H200, V = 50257, softcap: 0.70 ms against 0.84;
-// against 0.79 with a polynomial tanh for |u| at most 1, which replaces two of the three special functions).
+// Version 5 falls back on version 4 for a row that does not fit into the registers of a warp if the row is shorter than
+// 32 KB, the device has no clusters (before compute capability 9.0), or the row is too long for a cluster; also with a
+// softcap, for `correct`, and for logit_scale <= 0. The arithmetic then takes longer than the second read, and the more
+// threads of version 4 are faster (H200, V = 50257, softcap: 0.70 ms instead of 0.84; or instead of 0.79 with a
+// polynomial tanh for |u| at most 1, which replaces two of the three special functions).
 template <typename floatX>
 cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,
@@ -1026,7 +1026,7 @@ cudaError_t classifier_fused5(floatX *dlogits, float *losses, float *lse, floatX
         });
 }
 
-// A property that the check's error bounds depend on: a thread adds up the elements of a load before it adds their sum.
+// A property that the check's error bounds depend on: the number of elements whose sum a thread adds at a time.
 struct ClassifierProperties {
     int elements_per_load = 1;
 };
@@ -1037,9 +1037,9 @@ constexpr Version<ClassifierFused<floatX>, ClassifierProperties> classifier_fuse
     {2, "block", "one block per row", classifier_fused2<floatX>, 512, kSameAtABlockSize},
     {3, "x128", "each thread loads and stores 16 bytes", classifier_fused3<floatX>, 512, kSameAtABlockSize,
      {Packed128<floatX>::size}},
-    {4, "reverse", "two passes in opposite order, so that the second one hits the L2", classifier_fused4<floatX>, 512,
-     kSameAtABlockSize, {Packed128<floatX>::size}},
-    {5, "staged", "a row is read once and waits on the chip while the next one arrives", classifier_fused5<floatX>,
+    {4, "reverse", "two passes in opposite directions, so that the second one hits the L2", classifier_fused4<floatX>,
+     512, kSameAtABlockSize, {Packed128<floatX>::size}},
+    {5, "staged", "each row is read once and kept on the chip while the next one is loaded", classifier_fused5<floatX>,
      kStagedThreads, kSameAtABlockSize, {Packed128<floatX>::size}},
 };
 
@@ -1090,7 +1090,7 @@ struct LogitRow {
     float operator[](int j) const { return (float)values.at(row, j); }
 };
 
-// The reference of all outputs. It keeps the scalars of each row, for all outputs, block sizes and versions.
+// The reference of all outputs. It keeps the scalars of each row for all outputs, block sizes and versions.
 template <typename floatX>
 struct ClassifierReference {
     LogitValues<floatX> logits;
@@ -1141,7 +1141,7 @@ void classifier_fused_race(Harness &h) {
     };
     status_word *status = h.status();
 
-    // The longest chain of additions is that of a lane, where a warp has the row, and of the sum of all lanes.
+    // The longest chain of additions: those of a lane of a warp that has the row, then the merge of all lanes.
     auto tolerance_of = [=, &h](const ClassifierRow &row) {
         const int per_load = find_version(classifier_fused_versions<floatX>, h.running)->properties.elements_per_load;
         const double additions = (double)V / kWarpSize / per_load + per_load + 16;

@@ -1,5 +1,5 @@
-// Functions that all kernel files use. Whoever copies a kernel file copies this header too, and the headers of parts/
-// that the file includes.
+// Functions that all kernel files use. To copy a kernel file, copy this header too, and the headers of parts/ that the
+// file includes.
 //
 // Source of Packed128 and its loads and stores: llm.c's dev/cuda/common.h, where one struct makes the compiler use
 // 128-bit accesses for every element type.
@@ -18,8 +18,8 @@ namespace bookends {
 
 constexpr int kWarpSize = 32;
 
-// Blocks of 1024 threads that a multiprocessor holds at once, for launch bounds: two leave 32 registers to a thread.
-// Without the bound, the compiler takes 42 to 52 registers in some kernels, and half of the threads do not fit.
+// Number of blocks of 1024 threads per multiprocessor, for launch bounds: two leave 32 registers per thread. Without
+// the bound, the compiler uses 42 to 52 registers in some kernels, and half of the threads do not fit.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1100)
 constexpr int kResidentBlocks = 2;
 #else
@@ -64,8 +64,8 @@ __host__ __device__ inline uint64_t mix64(uint64_t x) {
 // ---------------------------------------------------------------------------------------------------------------------
 // launches
 
-// Keeps the host thread's pending CUDA error (which cudaGetLastError() returns) as it is found: an error that occurs in
-// this object's lifetime is not left pending. The exception: an error that replaces another one stays, as CUDA cannot
+// Keeps the host thread's pending CUDA error (the one that cudaGetLastError() returns) unchanged: an error that occurs
+// in this object's lifetime is not left pending. Exception: an error that replaces another one stays, since CUDA cannot
 // restore the first.
 struct KeepPendingError {
     const bool was_pending = cudaPeekAtLastError() != cudaSuccess;
@@ -90,7 +90,7 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Packed: N neighbouring elements that travel in one load or store instruction
+// Packed: N neighbouring elements, loaded or stored by one instruction
 
 // The address of a Packed must be a multiple of its size (1 to 16 bytes, a power of two).
 template <typename T, int N>
@@ -101,11 +101,11 @@ struct alignas(sizeof(T) * N) Packed {
     __host__ __device__ const T &operator[](int i) const { return payload[i]; }
 };
 
-// 16 bytes, the widest access of a thread: 4 floats, 8 halves or 8 bfloat16s. Kernels call it x128.
+// 16 bytes, the widest access of a thread: 4 floats, 8 halves or 8 bfloat16s. Kernels name the type x128.
 template <typename T>
 using Packed128 = Packed<T, 16 / (int)sizeof(T)>;
 
-// The built-in type of a number of bytes, as the intrinsics with cache hints require it.
+// The built-in type of `bytes` bytes. The intrinsics with cache hints require built-in types.
 template <int bytes>
 struct Bits;
 template <>
@@ -132,8 +132,8 @@ __device__ typename Bits<sizeof(P)>::type to_bits(const P &value) {
     return bits;
 }
 
-// The parameter is a value: from a reference into device memory the compiler would copy single bytes, since memcpy
-// assumes no alignment.
+// The parameter is passed by value: for a reference into device memory the compiler would copy single bytes, since
+// memcpy assumes no alignment.
 template <typename P>
 __device__ P from_bits(typename Bits<sizeof(P)>::type bits) {
     P value;
@@ -266,7 +266,7 @@ __device__ void atomic_add_packed(T *address, const Packed<T, N> &value) {
     }
 }
 
-// The same with 128 bits, under llm.c's names.
+// Loads and stores of 128 bits, with llm.c's names.
 template <typename T>
 __device__ Packed128<T> load128(const T *address) {
     return load_packed<Packed128<T>>(address);
@@ -284,8 +284,8 @@ __device__ void store128cs(T *address, Packed128<T> value) {
     store_packed_cs(address, value);
 }
 
-// The number of elements that one access may have (a power of two, at most max_elements), for matrices with rows of C
-// elements that start at these pointers. Launchers choose their vector width by it.
+// The number of elements per access (a power of two, at most max_elements) that the alignment allows, for matrices with
+// rows of C elements that start at these pointers. Launchers choose their vector width by it.
 template <typename T, typename... Pointers>
 int vector_width(int max_elements, long long C, const T *first, Pointers... rest) {
     uintptr_t all = (uintptr_t)C * sizeof(T) | (uintptr_t)first;
@@ -303,8 +303,8 @@ __device__ inline float warp_reduce_sum(float value) {
     return value;
 }
 
-// Uses the instruction for integers: their order is that of the floats if the bits of negative floats are inverted, but
-// for the sign. With NaNs among the values, the result is any of the values.
+// Uses the integer instruction: floats are ordered like their bits as integers, if all bits of negative floats but the
+// sign are inverted. With NaNs among the values, the result is any of the values.
 __device__ inline float warp_reduce_max(float value) {
     auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
     return __int_as_float(ordered(__reduce_max_sync(0xffffffffu, ordered(__float_as_int(value)))));

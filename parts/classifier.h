@@ -1,5 +1,5 @@
-// The classifier's options, the statistics of a row of logits, its loss and its gradient: what classifier_fused.cu and
-// lm_head.cu share.
+// The classifier's options, the statistics of a row of logits, its loss and its gradient. For classifier_fused.cu and
+// lm_head.cu.
 #pragma once
 #include "../common.h"
 
@@ -33,7 +33,7 @@ inline bool valid_options(const ClassifierOptions &o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // arguments and exponentials
 
-// Exponentials are computed as powers of two, like the hardware's: exp(z) = 2^(z * log2(e)).
+// Exponentials are computed as powers of two, the operation that the hardware has: exp(z) = 2^(z * log2(e)).
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
 // The launcher's arguments, and constants computed from the options. The kernels compute with values: z = value * size.
@@ -65,9 +65,9 @@ struct ClassifierArguments {
 };
 
 // Computes exp(z - max) as 2^(value * factor - point), one multiply-add and one power. The point is max * power,
-// rounded. Its rounding error cancels, because all sums of a row use the same point, while the point is below 2^30.
-// From there on, the float next below max has a probability of at most 2^-64 times the largest one: only whether a
-// value is the largest matters. Then the factor is a power of two, which makes max * factor exact.
+// rounded. All sums of a row use the same point, so that its rounding error cancels, as long as the point is below
+// 2^30. Beyond that, the next float below max has a probability of at most 2^-64 times the largest one, so that the
+// only question is whether a value is the largest. Then the factor is a power of two, which makes max * factor exact.
 struct Exponent {
     float factor, point;
 
@@ -75,7 +75,7 @@ struct Exponent {
         factor = power;
         point = max * power;
         if (!(fabsf(point) < 0x1p30f)) {
-            // A power of two near 2^31 / max, which is large enough to make the exponentials of smaller values 0.
+            // A power of two near 2^31 / max: large enough for the exponentials of all smaller values to be 0.
             factor = __uint_as_float(min(285u - (__float_as_uint(max) >> 23 & 0xffu), 254u) << 23);
             point = max * factor;
         }
@@ -94,7 +94,7 @@ __device__ inline float rescale(float from, float to, float power) {
     return rescale(from, Exponent(from, power), to, Exponent(to, power), power);
 }
 
-// The additional work for each element of a row, chosen at compile time.
+// Additional work for each element of a row, chosen at compile time.
 enum Extras {
     kNoExtras,
     kSum,       // sums the gaps, max - value, for label smoothing
@@ -168,8 +168,8 @@ __device__ ClassifierTarget<floatX> find_target(const ClassifierArguments<floatX
 // by Exponent. The maximum starts at the lowest finite number: from -inf, a row that begins with -inf would compute
 // -inf - -inf. With kSum: the sum of the gaps, max - value, times args.gap_scale, and the number of values in it. No
 // gap is negative, so that the sum's relative error is that of its additions, also with outliers. With kAllExtras:
-// whether a logit beats the target's, which is larger, or equal and in front of it. (With a softcap too, the logits are
-// compared: tanh would round some to equal values. A NaN beats every logit.)
+// `beaten` says whether a logit is larger than the target's, or equal and before it. (With a softcap too, logits are
+// compared, not values: tanh would round some to equal values. A NaN beats every logit.)
 struct OnlineSoftmax {
     float max = -FLT_MAX, sum = 0, gaps = 0;
     unsigned count = 0;
@@ -179,13 +179,13 @@ struct OnlineSoftmax {
 // (a - b) * scale for a power of two. Both are scaled before the subtraction, which could overflow otherwise.
 __device__ inline float scaled_gap(float a, float b, float scale) { return fmaf(a, scale, -(b * scale)); }
 
-// The sum of gaps relative to another maximum; 0 for no values, also if the scaled difference of the maxima is
+// The sum of gaps relative to another maximum. It is 0 for no values, even if the scaled difference of the maxima is
 // infinite.
 __device__ inline float gaps_from(float largest, const OnlineSoftmax &row, float scale) {
     return row.count > 0 ? fmaf((float)row.count, scaled_gap(largest, row.max, scale), row.gaps) : 0.0f;
 }
 
-// The statistics while values are added, with the Exponent of the present maximum.
+// The statistics while values are being added, with the Exponent of the current maximum.
 struct RunningSoftmax : OnlineSoftmax {
     Exponent exponent;
     float lost = 0;  // the sum of the rounding errors of the additions to `gaps`
@@ -218,7 +218,7 @@ struct RunningSoftmax : OnlineSoftmax {
     }
 };
 
-// The largest element of a vector. NaNs are skipped. 16-bit types compare two elements an instruction.
+// The largest element of a vector. NaNs are skipped. With 16-bit types, one instruction compares two elements.
 template <typename T, int width>
 __device__ float largest_of(const Packed<T, width> &x) {
     if constexpr (sizeof(T) == 2 && width > 1) {
@@ -237,7 +237,7 @@ __device__ float largest_of(const Packed<T, width> &x) {
     }
 }
 
-// Pairwise summation: fewer dependent additions than one after another, and smaller rounding errors.
+// Pairwise summation: a shorter chain of dependent additions than in order, and smaller rounding errors.
 template <int width>
 __device__ float sum_of(const float (&values)[width]) {
     float sums[width];
@@ -250,7 +250,7 @@ __device__ float sum_of(const float (&values)[width]) {
     return sums[0];
 }
 
-// update_statistics() adds vectors of a row, whose first columns are `stride` apart: first update_max(), then
+// update_statistics() adds vectors of a row, whose first columns are `stride` apart: it calls update_max(), then
 // update_sums().
 template <bool softcap, Extras extras, typename floatX, int width, int count>
 __device__ void update_max(RunningSoftmax &running, const Packed<floatX, width> (&x)[count], unsigned column,
@@ -376,8 +376,8 @@ __device__ float dloss_of(const ClassifierArguments<floatX> &args, long long row
     return divisor != 0 ? dloss / divisor : 0.0f;
 }
 
-// The logarithm of a row's sum of exp(z - max), and of its sum of exp(z). Where max is combined with another z, it is
-// by their difference, so that a common offset of the row's logits costs no precision.
+// The logarithm of a row's sum of exp(z - max), and of its sum of exp(z). Formulas that combine max with another z use
+// their difference and log_sum, so that a common offset of the row's logits costs no precision.
 struct RowSum {
     float log_sum, lse;
     template <typename floatX>
@@ -479,7 +479,7 @@ __device__ void zero_columns(floatX *row, unsigned begin, unsigned end, unsigned
     fill_columns(row, begin, end, 0.0f, thread, threads);
 }
 
-// The division of `count` elements into single ones up to the first multiple of 16 bytes, vectors, and single ones.
+// Divides `count` elements into single elements up to the first multiple of 16 bytes, vectors, and single elements.
 struct Cut {
     unsigned head, vectors, tail;  // the vectors' first element, their number, and the element behind them
 
@@ -509,10 +509,10 @@ __device__ void zero_columns128(floatX *row, unsigned begin, unsigned end, unsig
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// from the launchers' arguments to those of the kernels
+// from the launchers' arguments to the kernels' arguments
 
 // The common part of the launchers: checks the arguments, and calls launch(args, softcap, extras) if there are rows.
-// The last two are integral constants.
+// softcap and extras are integral constants.
 template <typename floatX, typename Launch>
 cudaError_t classifier_launch(floatX *dlogits, float *losses, float *lse, floatX *probs, int *correct,
                               const floatX *logits, const int *targets, const float *dlosses, status_word *status,

@@ -1,18 +1,18 @@
-// Groups the positions of a list of ids on the GPU: which positions hold the same id. For encoder_backward.cu.
+// Groups the positions of a list of ids on the GPU by their id. For encoder_backward.cu.
 //
 // Interface: Groups describes the result and its arrays; lay_out() places them in a workspace; group_positions()
 // launches the two kernels that fill them. A group is all positions of one id, in ascending order: a sum over a group
-// in that order has the same bits each time. Short groups are in one list for each bin (short_lists, short_groups).
-// Long groups are cut into pieces of kPiece positions (long_pieces). Ids outside 0..V-1 are in no group. Time and
-// memory follow the number of positions; of V there is one bit for each id, if `present` is wanted.
+// in that order has the same bits each time. Short groups are listed by bin (short_lists, short_groups). Long groups
+// are cut into pieces of kPiece positions (long_pieces). Ids outside 0..V-1 are in no group. Time and memory are
+// proportional to the number of positions. Only `present`, if it is wanted, depends on V: one bit for each id.
 //
-// The method resembles a radix sort, at 4 bytes a position. For the ids 7 3 7 9 7 at the positions 0 to 4:
+// The method resembles a radix sort, with 4 bytes for each position. For the ids 7 3 7 9 7 at the positions 0 to 4:
 //
-//   tile kernel   equal ids of a warp become a run: 7 at {0,2,4}, 3 at {1}, 9 at {3}; runs go to buckets by their hash
-//   bin kernel    the runs of an id become a group: 3: {1}   7: {0,2,4}   9: {3}
+//   tile kernel   merges equal ids of a warp into a run: 7 at {0,2,4}, 3 at {1}, 9 at {3}; sorts runs into buckets
+//   bin kernel    merges the runs of an id into a group: 3: {1}   7: {0,2,4}   9: {3}
 //
 // A tile is kTile neighbouring positions. A run is the positions of one id in one warp of a tile. A bin is a range of
-// hashes, a bucket a power of two of neighbouring bins.
+// hashes of ids; a bucket is a number of neighbouring bins, a power of two.
 #pragma once
 #include "../common.h"
 #include "launch.h"
@@ -20,8 +20,8 @@
 
 namespace bookends {
 
-// Groups of 2*kPiece positions and more are cut, so that one frequent id is work for many teams: every piece but the
-// last has kPiece positions, the last one up to 2*kPiece - 1.
+// A group of 2*kPiece positions or more is cut into pieces, so that many teams share one frequent id. Each piece has
+// kPiece positions, except the last one, which has up to 2*kPiece - 1.
 constexpr int kPiece = 32;
 static_assert(kPiece >= kWarpSize, "a run, which is a warp's at most, begins one piece at most");
 __host__ __device__ inline int pieces_of(int length) { return length < 2 * kPiece ? 1 : length / kPiece; }
@@ -33,8 +33,8 @@ struct HashRange {
     __device__ bool is_above(unsigned hash) const { return hash < begin; }
 };
 
-// All arithmetic from ids to hashes, buckets, bins and ranges. A bin is one block's work in shared memory. The tile
-// kernel sorts by bucket; the bin kernel selects from its bucket the ids of its range.
+// All arithmetic from ids to hashes, buckets, bins and ranges. A bin is the work of one block, in shared memory. The
+// tile kernel sorts by bucket; the bin kernel selects the ids of its range from its bucket.
 constexpr int kBinIds = 512;        // capacity: different ids of a bin at once
 constexpr int kBinPositions = 512;  // of a bin, about
 constexpr int kMaxBuckets = 512;
@@ -55,8 +55,8 @@ struct Bins {
     __host__ __device__ unsigned count() const { return 1u << log2_count; }
     __host__ __device__ int buckets() const { return 1 << log2_buckets; }
 
-    // Different ids have different hashes, and neighbouring (often similarly frequent) ids distant ones: Fibonacci
-    // hashing (Knuth, The Art of Computer Programming, volume 3, 6.4).
+    // Different ids have different hashes. Neighbouring ids, whose frequencies are often similar, have distant hashes:
+    // Fibonacci hashing (Knuth, The Art of Computer Programming, volume 3, 6.4).
     __device__ static unsigned hash(int id) { return (unsigned)id * 0x9e3779b1u & ((1u << kHashBits) - 1); }
     __device__ int bucket_of_id(int id) const { return hash(id) >> (kHashBits - log2_buckets); }
     __device__ int bucket_of_bin(unsigned bin) const { return bin >> (log2_count - log2_buckets); }
@@ -92,7 +92,7 @@ struct alignas(16) ShortGroup {
     unsigned at0, at1;  // length 1 or 2: its positions; longer: at0 is the index of the first in Groups::positions
 };
 
-// A piece of a group that is cut.
+// A piece of a long group.
 struct alignas(16) LongPiece {
     int id, length;  // of the whole group; length 0: no piece here
     int first;       // index of the piece's first position in Groups::positions
@@ -124,18 +124,18 @@ struct Groups {
         : N(count), V(vocabulary), bins(count, vocabulary), ordered(with_order) {}
     char *lay_out(char *workspace);
     // The place in long_pieces of this bin's piece that begins at positions[first]. Long pieces have at least kPiece
-    // positions, so this is a unique index; the indices of a bin are contiguous, and so are those of a group.
+    // positions, so the index is unique. The indices of a bin are contiguous, and so are those of a group.
     __device__ unsigned long_place(int first, unsigned bin) const { return first / kPiece + bin; }
     __host__ __device__ unsigned long_places() const { return N / kPiece + bins.count(); }
-    // Pieces begin at different positions: a range has at most as many pieces as positions. A tile lies in one range.
+    // Pieces begin at different positions, so a range has at most as many pieces as positions. A tile is in one range.
     __host__ __device__ unsigned range_size() const {
         return ceil_div(ceil_div(N, (unsigned)kTile), (unsigned)kRanges) * kTile;
     }
 };
 
-// First kernel: a block for each tile, a thread for each position. Equal ids in a warp become one run, so a frequent id
-// costs no more than others. The tile's runs are written bucket after bucket, in order of position within each. Zeroes
-// the counters of later kernels: `counters`, range_counts, and `present` if it is wanted.
+// First kernel: one block per tile, one thread per position. Equal ids in a warp are merged into one run, so that a
+// frequent id costs no more than others. The tile's runs are written bucket after bucket, in order of position within
+// each. Also zeroes the counters of later kernels: `counters`, range_counts, and `present` if it is wanted.
 inline size_t tile_shared_bytes(const Bins &bins) { return kTileWarps * bins.buckets() * sizeof(int); }
 
 static __global__ void __launch_bounds__(kTile)
@@ -204,8 +204,8 @@ struct BinTable {
 
     static constexpr int kFree = -1, kProbes = 64;
 
-    // Calls probe(slot) for slot after slot until it returns true, and returns that slot, or -1 after kProbes slots.
-    // The step is odd, so no slot comes twice.
+    // Calls probe(slot) for one slot after the other until it returns true, and returns that slot, or -1 after kProbes
+    // slots. The step is odd, so no slot is probed twice.
     template <typename Probe>
     __device__ static int search(int id, Probe probe) {
         const unsigned hash = Bins::hash(id), mixed = (hash ^ hash >> 16) * 0x85ebca6bu, step = mixed >> 12 | 1;
@@ -233,9 +233,9 @@ struct BinTable {
     }
 };
 
-// Each warp walks through the bucket's runs in a stretch of the tiles, in order of position, 32 runs at a time: each
-// lane calls take(run), with mask 0 if it has no run. The next 32 runs are loaded before the call. Returns the lane's
-// share of the stretch's positions in lower buckets.
+// Each warp reads the bucket's runs in its share of the tiles, in order of position, 32 runs at a time. Each lane calls
+// take(run), with mask 0 if it has no run. The next 32 runs are loaded before the call. Returns the lane's part of the
+// number of positions in lower buckets, in these tiles.
 template <typename Take>
 __device__ int for_each_run(const Groups &groups, int bucket, int tiles, Take take) {
     constexpr unsigned whole_warp = 0xffffffffu;
@@ -254,7 +254,7 @@ __device__ int for_each_run(const Groups &groups, int bucket, int tiles, Take ta
             if (lane >= offset) through += before;
         }
         const int all = __shfl_sync(whole_warp, through, kWarpSize - 1);
-        // run i lies at skip + i
+        // Run i is at index skip + i.
         const unsigned skip = (unsigned)(some + lane) * kTile + part.first_run - (through - part.runs);
         auto load = [&](int i) {
             int owner = 0;  // the lane whose tile has run i: the first with i < through
@@ -285,7 +285,7 @@ __device__ inline int sum_of_counts(int count, unsigned lanes) {
 }
 
 // First round: gives each id in the range a slot, and counts each warp's positions of each id. Returns the thread's
-// share of the positions in lower bins.
+// part of the number of positions in lower bins.
 __device__ inline int count_ids(BinTable &table, const Groups &groups, int tiles, HashRange range) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const unsigned below = (1u << lane) - 1;
@@ -313,9 +313,9 @@ __device__ inline int count_ids(BinTable &table, const Groups &groups, int tiles
 }
 
 // Between the rounds: sums over warps and ids give the first index of each warp's positions of each id, and the group's
-// place in short_groups. A thread for each slot. Groups of one position come after the others, so that neighbours take
-// equally long. begin, place: the first free index in positions and in short_groups. Returns the numbers of positions
-// and of short groups.
+// place in short_groups. One thread per slot. Groups of one position are placed behind the others, so that neighbouring
+// groups take equally long. begin, place: the first free index in positions and in short_groups. Returns the numbers of
+// positions and of short groups.
 struct Listed {
     int positions, short_groups;
 };
@@ -351,8 +351,8 @@ __device__ inline Listed list_groups(BinTable &table, const Groups &groups, bool
     return {(int)(sums >> 20), several_count + single_count};
 }
 
-// Second round: writes the positions of the ids in the range, those of groups of one or two into short_groups, all
-// others into `positions`; and lists the pieces of long groups.
+// Second round: writes the positions of the ids in the range into `positions`, or into short_groups for groups of one
+// or two. Also lists the pieces of long groups.
 __device__ inline void place_positions(BinTable &table, const Groups &groups, int tiles, HashRange range) {
     constexpr unsigned whole_warp = 0xffffffffu;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -381,7 +381,7 @@ __device__ inline void place_positions(BinTable &table, const Groups &groups, in
                 groups.order[r * groups.range_size() + atomicAdd(&groups.range_counts[r], 1u)] = place;
             }
         }
-        // The positions of a short run are written by its lane, one by one; those of a long run by the warp, at once.
+        // Each lane writes the positions of a short run one by one; the whole warp writes those of a long run at once.
         constexpr int few = 8;
         if (total > 2 && count < few) {
             for (unsigned rest = run.mask; rest != 0; rest &= rest - 1)
@@ -397,7 +397,7 @@ __device__ inline void place_positions(BinTable &table, const Groups &groups, in
     });
 }
 
-// Second kernel: a block for each bin.
+// Second kernel: one block per bin.
 //
 //   position      0        1        2        3        4
 //   id            7        3        7        9        7
@@ -411,10 +411,10 @@ __device__ inline void place_positions(BinTable &table, const Groups &groups, in
 //                 |               |                  |
 //   groups      9:{3}        7:{0,2,4}             3:{1}   in order of the bins; positions ascend within a group
 //
-// In each range, two rounds over the runs of the bucket: the first counts each id, the second writes the positions.
-// Neither depends on the order in which warps or blocks run. The bin's first index in the arrays is the number of
-// positions in lower bins, known from the tiles' counts: no block waits for another. If the table is full, the range is
-// halved, until its ids fit.
+// In each range there are two rounds over the runs of the bucket: the first counts each id, the second writes the
+// positions. Neither depends on the order in which warps or blocks run. The bin's first index in the arrays is the
+// number of positions in lower bins, which is computed from the tiles' counts, so that no block waits for another. If
+// the hash table is full, the range is halved until its ids fit.
 static __global__ void __launch_bounds__(kBinWarps *kWarpSize)
     group_bin_kernel(Groups groups, int tiles, bool mark_present) {
     start_next_kernel();
@@ -440,7 +440,7 @@ static __global__ void __launch_bounds__(kBinWarps *kWarpSize)
             continue;
         }
         const Listed listed = list_groups(table, groups, mark_present, begin, list_begin + short_groups);
-        // Positions with bad ids are in no group; the last bin clears the places that they leave over.
+        // Positions with bad ids are in no group; the last bin clears the entries that remain.
         const int end = bin == gridDim.x - 1 ? groups.N : begin + listed.positions;
         for (int i = groups.long_place(begin, bin) + threadIdx.x; i <= (int)groups.long_place(end, bin);
              i += blockDim.x) {
@@ -458,7 +458,7 @@ static __global__ void __launch_bounds__(kBinWarps *kWarpSize)
 
 // ---- the interface ----
 
-// Places the arrays one after the other, each at a multiple of 16 bytes. Returns the end of the last.
+// Places the arrays in the workspace one after the other, each at a multiple of 16 bytes. Returns the end of the last.
 inline char *Groups::lay_out(char *workspace) {
     const size_t tiles = ceil_div(N, (unsigned)kTile);
     take_array(&runs, &workspace, tiles * kTile);
@@ -476,9 +476,10 @@ inline char *Groups::lay_out(char *workspace) {
 }
 
 // Launches the kernels that fill the arrays of `groups`, for inp (groups.N > 0 ids). Lowers *status to the position of
-// the first bad id. mark_present: `present` is wanted too. counters: counter_count zeros are written there, which saves
-// the caller a launch. early: the second kernel starts while the first runs, as the caller's next may while the second
-// does (programmatic dependent launch, compute capability 9.0). Returns the first error of a launch.
+// the first bad id. mark_present: `present` is wanted too. counters: counter_count counters of the caller, which are
+// zeroed here to save a launch. early: the second kernel starts while the first one runs, and the caller's next kernel
+// may start while the second one runs (programmatic dependent launch, compute capability 9.0). Returns the first error
+// of a launch.
 inline cudaError_t group_positions(const Groups &groups, const int *inp, status_word *status, bool mark_present,
                                    unsigned *counters, size_t counter_count, bool early, cudaStream_t stream) {
     const unsigned tiles = ceil_div(groups.N, (unsigned)kTile);

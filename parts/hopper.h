@@ -68,8 +68,8 @@ constexpr unsigned kSwizzleBytes = 1024;  // period of the 128-byte swizzle
 // place i ^ (r % 8) of the row. Neither the tensor cores nor the writing threads then have bank conflicts.
 __device__ inline unsigned swizzled(unsigned row, unsigned chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
 
-// The wgmma matrix descriptor (see PTX) of rows of 128 bytes in shared memory: the address, 1024 bytes from 8 rows to
-// the next 8 rows, and the 128-byte swizzle. The next 16 channels, 32 bytes further, are kDescribedStep further.
+// The wgmma matrix descriptor (see PTX) of rows of 128 bytes in shared memory: the address, a stride of 1024 bytes
+// between groups of 8 rows, and the 128-byte swizzle. Adding kDescribedStep to it moves by 16 channels, 32 bytes.
 __device__ inline uint64_t describe_rows(const void *begin) {
 #ifdef __CUDA_ARCH__
     const uint64_t address = (__cvta_generic_to_shared(begin) & 0x3ffff) >> 4;
@@ -163,8 +163,8 @@ __device__ void wgmma_wait() {
 #endif
 }
 
-// Sets the number of registers of each thread of a group, to more or fewer than before. Registers must be released by
-// other groups before they are available: an increase waits for them, forever if they are too few.
+// Raises (`more`) or lowers the number of registers of each thread of a group. An increase waits until other groups
+// have released enough registers; if they never do, it waits forever.
 template <int registers, bool more>
 __device__ void set_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -1,5 +1,5 @@
-// Launches with more than a grid, a block and 48 KB of shared memory: dynamic shared memory up to the device's maximum,
-// clusters, programmatic dependent launch. For encoder_backward.cu, classifier_fused.cu and lm_head.cu.
+// Launches that need more than a grid, a block and 48 KB of shared memory: dynamic shared memory up to the device's
+// maximum, clusters, programmatic dependent launch. For encoder_backward.cu, classifier_fused.cu and lm_head.cu.
 #pragma once
 #include "../common.h"
 
@@ -10,15 +10,14 @@
 namespace bookends {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// facts about the current device and a kernel, asked of the CUDA runtime once (a question takes it 1 to 5 us)
+// facts about the current device and a kernel, queried from the CUDA runtime once (a query takes 1 to 5 us)
 
-// Sets *fact to the fact about `key` and the current device. If it is not in the table yet, ask(fact, device) gets it
-// from the CUDA runtime: several threads may ask at the same time, with the same answer. An error is returned, not
-// stored.
+// Sets *fact to the fact about `key` and the current device. If it is not in the table yet, ask(fact, device) queries
+// the CUDA runtime; several threads may query at the same time, with the same result. An error is returned, not stored.
 template <typename Key, typename Fact, typename Ask>
 cudaError_t find_fact(Fact *fact, const Key &key, Ask ask) {
     static std::mutex lock;
-    static auto &facts = *new std::map<std::pair<int, Key>, Fact>;  // never destroyed: exit handlers may launch
+    static auto &facts = *new std::map<std::pair<int, Key>, Fact>;  // never destroyed: exit handlers may launch kernels
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess) return error;
@@ -41,12 +40,12 @@ cudaError_t find_fact(Fact *fact, const Key &key, Ask ask) {
 struct KernelFacts {
     int multiprocessors = 0;  // of the device
     int dynamic_shared = 0;   // bytes per block: the device's maximum less the kernel's static shared memory
-    bool sm_90_code = false;  // compiled for compute capability 9.0 or later, not compiled anew from older code
+    bool sm_90_code = false;  // compiled for compute capability 9.0 or later, not by the driver from older PTX
 };
 
-// Allows the kernel all the dynamic shared memory, and clusters of more than 8 blocks, that the device has. Both are
-// attributes of the kernel in the whole process. So they are only ever set to these values, which suit every launch: a
-// lower limit, set for one launch, would make the launches of other threads fail.
+// Raises the kernel's limits to the device's: all of its dynamic shared memory, and clusters of more than 8 blocks.
+// Both are attributes of the kernel in the whole process, so they are only ever set to these values, which suit every
+// launch. A lower limit, set for one launch, would make the launches of other threads fail.
 inline cudaError_t raise_limits(const void *kernel, const KernelFacts &facts) {
     const KeepPendingError keep;
     if (facts.sm_90_code) cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -73,8 +72,8 @@ cudaError_t kernel_facts(KernelFacts *facts, void (*kernel)(Parameters...)) {
     return kernel_facts(facts, (const void *)kernel);
 }
 
-// How many clusters of so many blocks, each with all the dynamic shared memory of a block, run at the same time; 0
-// where the device has no such clusters.
+// The number of clusters of `blocks` blocks that run at the same time, each block with all the dynamic shared memory.
+// 0 if the device has no such clusters.
 template <typename... Parameters>
 cudaError_t active_clusters(int *clusters, void (*kernel)(Parameters...), unsigned blocks, unsigned block_size) {
     const auto key = std::make_tuple((const void *)kernel, blocks, block_size);
@@ -103,7 +102,7 @@ cudaError_t active_clusters(int *clusters, void (*kernel)(Parameters...), unsign
 // launches
 
 // launch_kernel() with attributes and any amount of dynamic shared memory. cudaDeviceReset() lowers a kernel's limits
-// again. So they are raised anew where a launch fails, and it is tried once more.
+// again. So if a launch fails, the limits are raised again, and the launch is repeated once.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_kernel(const cudaLaunchConfig_t &config, void (*kernel)(Parameters...), Arguments &&...arguments) {
     const KeepPendingError keep;
@@ -121,14 +120,14 @@ cudaError_t launch_kernel(const cudaLaunchConfig_t &config, void (*kernel)(Param
 // ---------------------------------------------------------------------------------------------------------------------
 // programmatic dependent launch (compute capability 9.0): a kernel may start before the one in front of it has ended
 
-// The next kernel in the stream, if it was launched for that, may start once every block here has come by.
+// Lets the next kernel in the stream start, if it was launched with this attribute, when every block has called this.
 __device__ inline void start_next_kernel() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 
-// Returns when the kernel in front has ended and what it wrote is visible: at once, unless this one was launched early.
+// Returns when the previous kernel has ended and its writes are visible: at once, unless this one was launched early.
 __device__ inline void wait_for_previous_kernel() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize();

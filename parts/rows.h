@@ -5,8 +5,8 @@
 
 namespace bookends {
 
-// `width` neighbouring elements of a row, in accesses of at most 16 bytes. load() bypasses the L1: for rows of which a
-// block reads each once, and for partial sums, which other blocks store at the same time. load_gradient() and
+// `width` neighbouring elements of a row, in accesses of at most 16 bytes. load() bypasses the L1: for rows that a
+// block reads once, and for partial sums that other blocks store during the same launch. load_gradient() and
 // store_gradient() are streaming accesses: for rows that are read and written once, so that the L2 keeps other data.
 template <typename T, int width>
 struct Columns {
@@ -41,8 +41,8 @@ __device__ inline half round_toward_zero(float x, half) { return __float2half_rz
 __device__ inline __nv_bfloat16 round_toward_zero(float x, __nv_bfloat16) { return __float2bfloat16_rz(x); }
 
 // x rounded to one of its two neighbours in floatX, inner and outer (further from zero). The probability of outer is
-// (x - inner) / (outer - inner), in steps of 2^-16. Where rounding to nearest gives an infinity, so does this: an
-// overflow still shows.
+// (x - inner) / (outer - inner), in steps of 2^-16. If rounding to nearest gives an infinity, this does too, so that an
+// overflow is visible.
 template <typename floatX>
 __device__ floatX round_stochastic(float x, unsigned random) {
     const floatX nearest = (floatX)x, inner = round_toward_zero(x, floatX());
