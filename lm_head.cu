@@ -1,24 +1,24 @@
 /*
-The LM head: hidden states X (N, C) and weights W (V, C) to the loss of each row and every gradient.
+The LM head: from hidden states X (N, C) and weights W (V, C) to the loss of each row and all gradients.
 
   x_rj = X_r . W_j  (+ bias_j)           the logits (N, V), sums in float, rounded to floatX
   losses, lse, dlogits                   of each row of x, as in classifier_fused.cu, with all its options
   dX = dlogits W        dW += dlogits^T X        dbias_j += sum over r of dlogits_rj
 
-Three matrix products (GEMMs) of 2NCV operations each are the least work; cuBLASLt computes them. The logits take 0.8 to
-4 GB at ordinary sizes. From version 3 on a budget says how much scratch memory there may be. Every version rounds
-logits to floatX before the softmax, and dlogits before the GEMMs.
+The least work is three matrix products (GEMMs) of 2NCV operations each; cuBLASLt computes them. The logits need 0.8 to
+4 GB at ordinary sizes. From version 3 on, a budget limits the scratch memory. Every version rounds logits to floatX
+before the softmax, and dlogits before the GEMMs.
 
-version 1  textbook: all logits; a kernel for the probabilities, one for the loss, one for the gradient; three GEMMs
-version 2  fused: all logits, and the fused classifier between the GEMMs
-version 3  rows: one block of rows after the other, so that scratch is bounded; each block adds to all of dW
-version 4  vocabulary: the first pass over tiles of the vocabulary computes each row's softmax statistics and stores no
-           logits; the second computes a tile's logits again and completes its rows of dW
-version 5  epilogue: the same by a GEMM of our own, which computes statistics and gradients from its accumulators: the
-           first pass stores nothing, and no kernel reads logits. Requires compute capability 9.0 (or the CPU device),
-           16-bit types, C > 0, logit_scale > 0 and room for 256 columns or all; else it is version 4. (Where 8 does not
-           divide C, or X and W are not at multiples of 16 bytes, it loads single elements, which is slow)
-version 6  planned: version 3, 4 or 5, whichever costs least within the budget
+version 1  textbook: all logits; separate kernels for the probabilities, the loss and the gradient; three GEMMs
+version 2  fused: all logits, with the fused classifier between the GEMMs
+version 3  rows: one block of rows after the other, which bounds the scratch memory; each block adds to all of dW
+version 4  vocabulary: tiles of the vocabulary; the first pass computes each row's softmax statistics and keeps no
+           logits; the second pass computes a tile's logits again and completes its rows of dW
+version 5  epilogue: version 4 with our own GEMM, which computes statistics and gradients from its accumulators, so
+           that no kernel stores or reads logits. Requires compute capability 9.0 (or the CPU device), 16-bit types,
+           C > 0, logit_scale > 0, and memory for 256 columns or all; otherwise version 4 runs. (If 8 does not divide C,
+           or X or W is not at a multiple of 16 bytes, it loads single elements, which is slow)
+version 6  planned: whichever of versions 3, 4 and 5 costs least within the budget
 
 Measured on an NVIDIA H200, B8 T1024 C2048 V128256 bf16 uniform, cold:
   1  textbook          27.1510 ms   1.48x the bare products, scratch 302% of the logits
@@ -29,12 +29,12 @@ Measured on an NVIDIA H200, B8 T1024 C2048 V128256 bf16 uniform, cold:
   6  planned           21.0963 ms   1.09x the bare products, scratch  25% of the logits   1.34x the version before
   The kernels have changed since.
 
-What limits it (H200): power. 16-bit GEMMs draw the 700 W that the chip may have, and its clock falls from 1980 to 1400
-MHz, at which cuBLASLt's keep the tensor cores busy 9 tenths of the time. So memory traffic beside a GEMM slows it down,
-nearly as if it came before it: less traffic is what helps. Each block of rows adds to all of dW, 8VC bytes; fewer and
-larger blocks gain more than anything else that was tried. In energy, by the chip's own meter (768 rows, C 768, V
-50304): the GEMM that writes dW in 16 bits takes 0.070 J, the one that adds it to floats 0.100 J, a copy of those floats
-0.030 J.
+The limit is power (H200). 16-bit GEMMs draw the chip's maximum of 700 W, and its clock falls from 1980 to 1400 MHz; at
+this clock cuBLASLt's GEMMs keep the tensor cores busy 90% of the time. So memory traffic during a GEMM costs nearly as
+much time as traffic before it: only less traffic helps. Each block of rows adds to all of dW, 8VC bytes; fewer and
+larger blocks gain more than anything else that was tried. Energy, by the chip's own meter (768 rows, C 768, V 50304):
+0.070 J for the GEMM that writes dW in 16 bits, 0.100 J for the one that adds dW to floats, 0.030 J for a copy of those
+floats.
 
 Compile:  nvcc -O3 -arch=native lm_head.cu -o lm_head -lcublasLt
           (version 5's own GEMM needs -gencode arch=compute_90a,code=sm_90a, which -arch=native does not select)
@@ -64,8 +64,8 @@ namespace bookends {
 // ---------------------------------------------------------------------------------------------------------------------
 // CPU reference
 
-// A row's logits (V), before they are rounded to floatX: sums in double. x (C), W (V, C) and bias (V; null: none).
-// sizes (V; null: not wanted): the root of the sum of each sum's squared terms, the scale of its rounding errors.
+// A row's logits (V) before they are rounded to floatX; sums in double. x (C), W (V, C), bias (V) or null. sizes (V),
+// or null: the root of the sum of each sum's squared terms, a scale for its rounding errors.
 inline void lm_head_logits_cpu(double *logits, double *sizes, const float *x, const float *W, const float *bias, int C,
                                int V) {
     for (int j = 0; j < V; j++) {
@@ -80,8 +80,8 @@ inline void lm_head_logits_cpu(double *logits, double *sizes, const float *x, co
     }
 }
 
-// classifier_fused_cpu() computes the loss and dlogits (V) from them. This is a row of dX (C) from its dlogits (V) and
-// W, or a row of dW (C), to be added, from its column of dlogits (N) and X.
+// A sum of rows: a row of dX (C) from its dlogits (V) and the rows of W; or a row of dW (C), to be added, from its
+// column of dlogits (N) and the rows of X. classifier_fused_cpu() computes the loss and dlogits from the logits.
 inline void lm_head_product_cpu(double *out, const double *factors, const float *rows, int count, int C) {
     for (int c = 0; c < C; c++) out[c] = 0;
     for (int j = 0; j < count; j++) {
@@ -92,10 +92,10 @@ inline void lm_head_product_cpu(double *out, const double *factors, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // version 1: textbook
 
-// Softmax, loss and gradient, each a kernel of its own. The probabilities (N, V) are in float, so that logits and
-// dlogits alone are rounded to floatX. The three kernels read and write 16 bytes for each 16-bit logit.
+// Softmax, loss and gradient each have a kernel. The probabilities (N, V) are in float, so that only logits and dlogits
+// are rounded to floatX. The three kernels read and write 16 bytes for each 16-bit logit.
 
-// The probabilities, by a thread block for each row: first the largest logit and the sum.
+// The probabilities: one thread block per row, which first computes the largest logit and the sum.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(1024)
     lm_head_softmax_kernel(float *probs, OnlineSoftmax *statistics, ClassifierArguments<floatX> args) {
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-// The loss, by a thread for each row.
+// The loss: one thread per row.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void lm_head_loss_kernel(const OnlineSoftmax *statistics, ClassifierArguments<floatX> args) {
     const long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -124,7 +124,7 @@ __global__ void lm_head_loss_kernel(const OnlineSoftmax *statistics, ClassifierA
     write_scalars<extras>(args, row, find_target<softcap, extras>(args, row), statistics[row]);
 }
 
-// The gradient, over the logits, by a thread block for each row.
+// The gradient, written over the logits: one thread block per row.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(1024)
     lm_head_gradient_kernel(const float *probs, const OnlineSoftmax *statistics, ClassifierArguments<floatX> args) {
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-// The launchers of this file: outputs, inputs and errors are described at LmHeadArguments. `head` is what
-// lm_head_create() made for the version.
+// The launchers of this file. LmHeadArguments describes outputs, inputs and errors. `head`: the plan that
+// lm_head_create() has made for the version.
 template <typename floatX, typename gradX>
 cudaError_t lm_head1(const LmHead &head, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
     static_assert(kOnlineSoftmaxBytes == sizeof(OnlineSoftmax));
@@ -172,8 +172,8 @@ cudaError_t lm_head1(const LmHead &head, const LmHeadArguments<floatX, gradX> &a
 // ---------------------------------------------------------------------------------------------------------------------
 // version 2: fused
 
-// The fused classifier reads each logit once and writes the gradient over it: 4 bytes for each 16-bit logit. It holds
-// all logits.
+// The fused classifier reads each logit once and writes the gradient over it: 4 bytes for each 16-bit logit instead of
+// 16, and no probabilities. Loses in memory: it still stores all logits.
 
 template <typename floatX, typename gradX>
 cudaError_t classify_fused(const LmHeadRun<floatX, gradX> &run, floatX *logits, const LmHeadTile &block) {
@@ -200,10 +200,10 @@ cudaError_t lm_head2(const LmHead &head, const LmHeadArguments<floatX, gradX> &a
 // ---------------------------------------------------------------------------------------------------------------------
 // version 3: rows
 
-// Version 2 for one block of rows after the other: scratch is rows * V logits. Each block reads W twice and adds to all
-// of dW in float, 8VC bytes: at small budgets these passes over dW cost more than a GEMM. (Liger Kernel's fused linear
-// cross entropy cuts rows like this. To classify a block in parts beside the GEMMs of others was slower: at C 768, V
-// 50304 in 25% and 10% two parts took 3% and 9% longer than one, at C 2048, V 128256 in 10%, 5%; H200.)
+// Version 2 for one block of rows after the other, so that scratch holds rows * V logits. Each block reads W twice and
+// adds to all of dW in float, 8VC bytes: with small budgets these passes over dW cost more than a GEMM. (Liger Kernel's
+// fused linear cross entropy cuts rows in the same way. Classifying a block in parts during the GEMMs of other parts
+// was slower: with two parts by 3% and 9% at C 768, V 50304 in 25% and 10%, by 5% at C 2048, V 128256 in 10%; H200.)
 
 template <typename floatX, typename gradX>
 cudaError_t lm_head3(const LmHead &head, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
@@ -222,17 +222,17 @@ cudaError_t lm_head3(const LmHead &head, const LmHeadArguments<floatX, gradX> &a
 // ---------------------------------------------------------------------------------------------------------------------
 // version 4: vocabulary
 
-// Two passes over tiles of the vocabulary, for small budgets. The first computes a tile's logits and merges them into
-// each row's statistics; the second computes them again, and completes the tile's rows of dW: dW is added to once for
-// all rows. It costs a fourth GEMM, two more passes over the logits, and 8C bytes a row and tile for dX, which is in
-// float until the last tile. (Cut Cross-Entropy, Wijmans et al. 2024, computes statistics before gradients, and stores
-// no logits.)
+// Two passes over tiles of the vocabulary, for small budgets. The first pass computes a tile's logits and merges them
+// into each row's statistics. The second pass computes them again and completes the tile's rows of dW, so that dW is
+// added to once for all rows. The cost: a fourth GEMM, two more passes over the logits, and 8C bytes per row and tile
+// for dX, which is in float until the last tile. (Cut Cross-Entropy, Wijmans et al. 2024, also computes statistics
+// before gradients and stores no logits.)
 
-constexpr unsigned kTileVectors = 4;  // loads of a thread in flight at a time
+constexpr unsigned kTileVectors = 4;  // loads in flight per thread
 
-// A thread block's loop over a row of a tile: several(vectors, column, stride) for each kTileVectors vectors, `stride`
-// columns apart; one(vector, column) for the remaining vectors; single(column) for the columns behind the last vector.
-// The tile's rows begin at multiples of 16 bytes.
+// A thread block's loop over a row of a tile. Calls several(vectors, column, stride) for each kTileVectors vectors,
+// which are `stride` columns apart; one(vector, column) for each remaining vector; single(column) for each column
+// behind the last vector. The tile's rows begin at multiples of 16 bytes.
 template <typename floatX, typename Several, typename One, typename Single>
 __device__ void for_each_vector(const floatX *row, unsigned columns, Several several, One one, Single single) {
     typedef Packed128<floatX> x128;
@@ -249,8 +249,8 @@ __device__ void for_each_vector(const floatX *row, unsigned columns, Several sev
     if (last < columns) single(last);
 }
 
-// Merges the statistics of a tile, columns begin..begin+columns-1 of the logits, into those of the tiles before it, as
-// an online softmax. A thread block for each row.
+// Merges the statistics of a tile (columns begin..begin+columns-1 of the logits) into those of the previous tiles, as
+// an online softmax. One thread block per row.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(512)
     lm_head_statistics_kernel(TiledRow *rows, ClassifierArguments<floatX> args, unsigned begin, unsigned columns) {
@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(512)
     rows[row] = {all.max, all.sum, all.gaps, all.count, target_logit};
 }
 
-// Behind the last tile: each row's scalars, and the constants of its gradient (null: not wanted). rows (runs, N): the
-// statistics of each run of `run_columns` columns. A thread for each row.
+// After the last tile: each row's scalars, and the constants of its gradient (`gradients`, or null). rows (runs, N):
+// the statistics of each run of `run_columns` columns. One thread per row.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void lm_head_finish_kernel(ClassifierGradient *gradients, const TiledRow *rows, unsigned runs,
                                       unsigned run_columns, ClassifierArguments<floatX> args) {
@@ -304,7 +304,7 @@ __global__ void lm_head_finish_kernel(ClassifierGradient *gradients, const Tiled
     if (gradients) gradients[row] = gradient_constants(args, target, all, dloss_of(args, row));
 }
 
-// The gradient of a tile, over its logits: a read and a write, without a barrier. A thread block for each row.
+// The gradient of a tile, written over its logits: one read and one write, no barrier. One thread block per row.
 template <typename floatX, bool softcap, Extras extras>
 __global__ void __launch_bounds__(512)
     lm_head_tile_kernel(const ClassifierGradient *gradients, ClassifierArguments<floatX> args, unsigned begin,
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(512)
     typedef Packed<floatX, 1> one;
     const long long row = blockIdx.x;
     ClassifierTarget<floatX> target = describe_target(args, row, args.targets[row]);
-    target.index -= begin;  // its column here; at least `columns` if in another tile
+    target.index -= begin;  // the target's column here; at least `columns` if in another tile
     if (target.ignored) return zero_columns128(target.dlogits, 0, columns);
     const ClassifierGradient g = gradients[row];
     auto write = [&](const auto &x, unsigned column) {
@@ -343,7 +343,7 @@ cudaError_t finish_statistics(const LmHeadRun<floatX, gradX> &run, const LmHeadT
     });
 }
 
-// A tile's logits into the statistics (gradients null), or to dlogits.
+// Merges a tile's logits into the statistics; or, if `gradients` is not null, replaces them by dlogits.
 template <typename floatX, typename gradX>
 cudaError_t classify_tile(const LmHeadRun<floatX, gradX> &run, floatX *logits, const LmHeadTile &tile,
                           const ClassifierGradient *gradients) {
@@ -362,8 +362,8 @@ cudaError_t classify_tile(const LmHeadRun<floatX, gradX> &run, floatX *logits, c
     });
 }
 
-// The second pass takes the tiles in the opposite order: those that the first has left in the buffers are not computed
-// again. (There is one buffer, or in version 6 more.)
+// The second pass processes the tiles in the opposite order, so that it need not compute the tiles again that the first
+// pass has left in the buffers. (There is one buffer; in version 6 there may be more.)
 template <typename floatX, typename gradX>
 cudaError_t lm_head4(const LmHead &head, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
     const LmHeadPlan &plan = head.plan;
@@ -400,12 +400,12 @@ cudaError_t lm_head4(const LmHead &head, const LmHeadArguments<floatX, gradX> &a
 // ---------------------------------------------------------------------------------------------------------------------
 // version 5: epilogue
 
-// Version 4 by lm_head_product_kernel (parts/lm_head_product.h), whose epilogue has the logits in registers: the first
-// pass writes statistics, 20 bytes a row and run of tiles, and the second dlogits, 2 bytes each. No kernel reads
-// logits. The fourth GEMM is left, and the tiles' passes over dX: where the budget allows few blocks of rows, version 3
-// is faster.
+// Version 4 with lm_head_product_kernel (parts/lm_head_product.h), whose epilogue has the logits in registers: the
+// first pass writes statistics, 20 bytes per row and run of tiles, and the second pass dlogits, 2 bytes each. No kernel
+// reads logits. The fourth GEMM and the tiles' passes over dX remain: where the budget allows few blocks of rows,
+// version 3 is faster.
 
-// Launches the GEMM for a tile's rows and columns: its statistics, or its gradients, which go to dlogits.
+// Launches the GEMM for a tile's rows and columns. It computes statistics, or (writes) gradients into dlogits.
 template <bool writes, typename floatX, typename gradX>
 cudaError_t launch_product(const LmHeadRun<floatX, gradX> &run, ProductArguments<floatX> product, floatX *dlogits,
                            const LmHeadTile &tile) {
@@ -430,7 +430,7 @@ cudaError_t launch_product(const LmHeadRun<floatX, gradX> &run, ProductArguments
     }
     const unsigned units = ceil_div((unsigned)tile.rows, kProductRows) * product.runs;
     return run.classify(dlogits, tile, [&](const auto &classifier, auto softcap, auto extras) {
-        // Of the extras the sum of a row's logits is all that the statistics need, and the gradients need none.
+        // The statistics need only the sum of a row's logits of the extras, and the gradients need none.
         constexpr Extras wanted = writes ? kNoExtras : std::min(extras.value, kSum);
         const auto kernel = lm_head_product_kernel<floatX, writes, softcap.value, wanted>;
         cudaLaunchConfig_t config = {};
@@ -487,8 +487,8 @@ cudaError_t lm_head5(const LmHead &head, const LmHeadArguments<floatX, gradX> &a
 // ---------------------------------------------------------------------------------------------------------------------
 // version 6: planned
 
-// The way of versions 3 to 5 that costs least within the budget, by the rule at rows_cost_less()
-// (parts/lm_head_plan.h).
+// Runs version 3, 4 or 5, whichever costs least within the budget by the rule at rows_cost_less()
+// (parts/lm_head_plan.h). Version 4 then also keeps the logits of some tiles, where the budget allows it.
 template <typename floatX, typename gradX>
 cudaError_t lm_head6(const LmHead &head, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
     switch (head.plan.way) {
@@ -504,15 +504,15 @@ cudaError_t lm_head6(const LmHead &head, const LmHeadArguments<floatX, gradX> &a
 // ---------------------------------------------------------------------------------------------------------------------
 // tuning, and the table of versions
 
-// Chooses the fastest of cuBLASLt's algorithms for each GEMM, on the run's own memory. The exception among these
-// functions: it waits for the stream, and dX, dW and the workspace hold anything afterwards, so its place is before the
-// first run. An untuned plan takes cuBLASLt's first suggestion.
+// Chooses the fastest of cuBLASLt's algorithms for each GEMM, with the run's own memory. Unlike the other functions it
+// waits for the stream, and overwrites dX, dW and the workspace with arbitrary values, so call it before the first run.
+// A plan that is not tuned uses cuBLASLt's first suggestion.
 template <typename floatX, typename gradX>
 cudaError_t lm_head_tune(LmHead &head, const LmHeadArguments<floatX, gradX> &args, cudaStream_t stream) {
     const LmHeadPlan &plan = head.plan;
     if (!plan.can_use(args.workspace)) return cudaErrorMisalignedAddress;
     const LmHeadRun<floatX, gradX> run(head, args, stream);
-    // Numbers to work on, until there are logits: their GEMMs are tuned first.
+    // Fills the logits with numbers: their own GEMM, which is tuned first, then overwrites them.
     const size_t bytes = (size_t)plan.buffers * plan.rows * plan.P * sizeof(floatX);
     if (const auto error = cudaMemsetAsync(run.logits(), 0x3c, bytes, stream)) return error;
     void *const dX = plan.float_dX() ? run.template part<void>(plan.dX) : args.dX;
@@ -538,18 +538,18 @@ struct LmHeadProperties {
 
 template <typename floatX, typename gradX>
 constexpr Version<LmHeadLauncher<floatX, gradX>, LmHeadProperties> lm_head_versions[] = {
-    {1, "textbook", "all logits; softmax, loss and gradient in kernels of their own", lm_head1<floatX, gradX>, 512,
+    {1, "textbook", "all logits; separate kernels for softmax, loss and gradient", lm_head1<floatX, gradX>, 512,
      kSameAtABlockSize, {kLmHeadTextbook}},
-    {2, "fused", "all logits, and the fused classifier", lm_head2<floatX, gradX>, 512, kSameAtABlockSize,
+    {2, "fused", "all logits, with the fused classifier", lm_head2<floatX, gradX>, 512, kSameAtABlockSize,
      {kLmHeadFused}},
-    {3, "rows", "blocks of rows, so that scratch is bounded", lm_head3<floatX, gradX>, 512, kSameAtABlockSize,
-     {kLmHeadRows}},
-    {4, "vocabulary", "tiles of the vocabulary, whose logits are computed twice", lm_head4<floatX, gradX>, 512,
+    {3, "rows", "one block of rows after the other, which bounds the scratch memory", lm_head3<floatX, gradX>, 512,
+     kSameAtABlockSize, {kLmHeadRows}},
+    {4, "vocabulary", "tiles of the vocabulary; logits are computed twice", lm_head4<floatX, gradX>, 512,
      kSameAtABlockSize, {kLmHeadVocabulary}},
-    {5, "epilogue", "tiles, statistics and gradients from the accumulators of a GEMM of our own",
+    {5, "epilogue", "version 4 with our own GEMM: statistics and gradients from its accumulators",
      lm_head5<floatX, gradX>, 512, kSameAtABlockSize, {kLmHeadEpilogue}},
-    {6, "planned", "version 3, 4 or 5, by the budget", lm_head6<floatX, gradX>, 512, kSameAtABlockSize,
-     {kLmHeadPlanned}},
+    {6, "planned", "whichever of versions 3, 4 and 5 costs least within the budget", lm_head6<floatX, gradX>, 512,
+     kSameAtABlockSize, {kLmHeadPlanned}},
 };
 
 }  // namespace bookends
@@ -579,15 +579,15 @@ struct ScaledValues {
     __host__ __device__ floatX operator[](long long i) const { return (floatX)(values[i] * scale); }
 };
 
-// The check's dlosses: 0 but for every step-th row, so that dW is the sum over the rows that the reference computes.
-// All rows would take hours at large shapes.
+// The check's dlosses: 0 except for every step-th row, so that dW is the sum over the rows that the reference computes.
+// A reference of all rows would take hours at large shapes.
 struct CheckedRows {
     long long step;
     __host__ __device__ bool known(long long r) const { return r % step == 0; }
     __host__ __device__ float operator[](long long r) const { return known(r) ? 0.5f * (float)(1 + r / step % 3) : 0; }
 };
 
-// A row of the reference, with the error that is allowed of each result. dlogits are rounded to floatX.
+// A row of the reference, and the error that is allowed for each result. dlogits are rounded to floatX.
 struct KnownRow {
     double loss = 0, lse = 0, loss_error = 0, lse_error = 0;
     std::vector<float> dlogits, dlogits_error;
@@ -621,7 +621,7 @@ struct LmHeadReference {
         });
     }
 
-    // The difference between the two roundings to floatX that are possible with an error, and that of the exact value.
+    // The largest change of the rounded value (in floatX) that an error of the exact value can cause.
     static double rounding_error(double exact, double error) {
         const double value = nearest<floatX>(exact);
         return std::max(nearest<floatX>(exact + error) - value, value - nearest<floatX>(exact - error));
@@ -658,7 +658,7 @@ struct LmHeadReference {
         }
     }
 
-    // Adds to `expected` the sum over `count` terms factor(i) * rows[i]; factor(i) is a number and its error.
+    // Adds to `expected` the sum over `count` terms factor(i) * rows[i]. factor(i) returns a number and its error.
     template <typename Factor>
     void add_product(Expected &expected, const float *matrix, long long count, Factor factor) const {
         std::vector<double> sum(C), squares(C), all(C);
@@ -681,7 +681,7 @@ struct LmHeadReference {
         }
     }
 
-    // Row r of dX; row j of dW and of dbias, added to `before`; the loss or lse of row r.
+    // expect_dX: row r. expect_dW, expect_dbias: row j, added to `before`. expect_scalar: the loss or lse of row r.
     void expect_dX(Expected &expected, long long r) const {
         std::fill(expected.value.begin(), expected.value.end(), 0.0);
         if (!rows.known(r)) return;
@@ -719,7 +719,7 @@ struct LmHeadReference {
 // ---------------------------------------------------------------------------------------------------------------------
 // the command line, and a plan for each version and budget
 
-// MiB, or a share of the logits, in bytes; 0 if the text is neither.
+// A number of MiB, or a share of the logits, in bytes; 0 if the text is neither.
 inline double parse_memory(const std::string &text, double logits_bytes) {
     char *end = nullptr;
     const double value = strtod(text.c_str(), &end);
@@ -754,7 +754,7 @@ inline LmHeadProblem lm_head_problem(const Options &o, LmHeadType type, LmHeadTy
     return problem;
 }
 
-// The budgets that each version is run at: that of --memory, or those of --sweep memory.
+// The budgets at which each version is run: that of --memory, or those of --sweep memory.
 inline std::vector<std::string> lm_head_budgets(const Options &o, double logits_bytes) {
     const std::string memory = o.text("--memory");
     if (parse_memory(memory, logits_bytes) == 0) {
@@ -801,7 +801,7 @@ struct LmHeadPlans {
         }
     }
 
-    // Why a version cannot be run; empty: it can.
+    // The reason why a version cannot run; empty if it can.
     std::string reason_to_skip(int version) const {
         const LmHead &head = *of_version[version][0];
         if (budgets.size() > 1 && head.plan.holds_all_logits()) {
@@ -811,7 +811,7 @@ struct LmHeadPlans {
         return (head.error == cudaErrorMemoryAllocation ? "--memory " + budgets[0] + ": " : "") + head.what;
     }
 
-    // The memory and the sizes of a plan, for the report; of no plan (the reference): zeros.
+    // The memory and the sizes of a plan, for the report; zeros for the reference, which has no plan.
     std::vector<Figure> figures(int version, int budget, bool has_room) const {
         static const LmHeadPlan none;
         const bool known = version > 0 && !of_version[version].empty();
@@ -873,8 +873,7 @@ struct LmHeadGraphs {
     }
 };
 
-// The bare GEMMs, with results of the inputs' type that are not added to anything. The logits stand in for their
-// gradient.
+// The bare GEMMs: results have the inputs' type and are not added to anything. The logits are used in place of dlogits.
 template <typename floatX>
 struct BareGemms {
     SharedHead head;
@@ -919,7 +918,7 @@ void lm_head_race(Harness &h) {
     if (h.options.version > 0 && !h.job.skip(h.options.version).empty()) {  // before the inputs are made
         refuse(EXIT_BAD_INPUT, "version %d: %s", h.options.version, h.job.skip(h.options.version).c_str());
     }
-    // The bare GEMMs want memory for all logits beside the rest.
+    // The bare GEMMs need memory for all logits beside the other arrays.
     size_t free_bytes = 0, total_bytes = 0;
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes));
     const bool has_room = plans->logits_bytes < free_bytes / 2.0;
@@ -927,7 +926,7 @@ void lm_head_race(Harness &h) {
 
     const int *targets = h.targets(N, V, (int)h.options.number("--ignore-every"), options.ignore_index);
     const int *host_targets = h.host_tokens.data();
-    // The products of two uniform numbers, C of them, have C/9 of the variance of the scale.
+    // A product of two uniform numbers has 1/9 of the variance of the scale, and a logit is the sum of C of them.
     const float spread = (float)(h.options.number("--spread") * 3 / sqrt((double)C));
     const ScaledValues<floatX> X_values = {{1, h.options.seed}, 1}, W_values = {{2, h.options.seed}, spread};
     const ScaledValues<floatX> bias_values = {{3, h.options.seed}, 1};
@@ -1008,22 +1007,22 @@ void lm_head_race(Harness &h) {
 int main(int argc, char **argv) {
     using namespace bookends;
     const std::vector<Number> numbers =
-        classifier_numbers({{"--spread", 2, 0, 100, "the logits' standard deviation, by the scale of W"}});
+        classifier_numbers({{"--spread", 2, 0, 100, "standard deviation of the logits, set by the scale of W"}});
     Harness h(
-        "lm_head", "hidden states to losses and every gradient",
+        "lm_head", "hidden states to losses and all gradients",
         {{'b', "B", 8, 2}, {'t', "T", 1024, 8}, {'c', "C", 768, 64}, {'v', "V", 50257, 50257}},
         {{"--grad-dtype", {"fp32", "same"}, "type of dW and dbias"},
-         {"--gradients", {"both", "dx", "dw"}, "which are wanted"},
-         {"--forward", {}, "no gradient, only the losses"},
-         {"--lse", {}, "the logarithm of each row's sum too"},
-         {"--bias", {}, "a bias, and its gradient with dW's"},
-         {"--tf32", {}, "fp32 products from inputs that are rounded to TF32"},
-         {"--sweep", {"none", "memory"}, "time against memory, at budgets from 100% to 1%"},
-         {"--finite", {}, "rows that are ignored hold finite numbers: no copy of X"},
-         {"--graph", {}, "launches are captured once, as a CUDA graph"}},
+         {"--gradients", {"both", "dx", "dw"}, "gradients to compute"},
+         {"--forward", {}, "losses only, no gradients"},
+         {"--lse", {}, "also compute each row's log-sum-exp"},
+         {"--bias", {}, "add a bias, and compute its gradient with dW"},
+         {"--tf32", {}, "fp32 products of inputs rounded to TF32"},
+         {"--sweep", {"none", "memory"}, "time against memory, with budgets from 100% to 1%"},
+         {"--finite", {}, "ignored rows hold finite numbers: X is not copied"},
+         {"--graph", {}, "capture the launches once, as a CUDA graph"}},
         numbers,
         {{"--memory", "25%",
-          "scratch at most, from version 3 on: in MiB, or a share of the logits (like 10%), or what makes sense"}});
+          "most scratch memory, from version 3 on: in MiB, or a share of the logits (like 10%; raised if too small)"}});
     h.options.has_block_size = false;
     return h.main(argc, argv, lm_head_versions<float, float>, lm_head_race<float>, lm_head_race<half>,
                   lm_head_race<__nv_bfloat16>);

@@ -1,4 +1,4 @@
-// A matrix product (GEMM) by cuBLASLt: sizes and types in, an algorithm out. For lm_head.cu.
+// A matrix product (GEMM) by cuBLASLt: the choice of an algorithm for given sizes and types, and runs. For lm_head.cu.
 #pragma once
 #include "../common.h"
 
@@ -9,13 +9,13 @@
 
 namespace bookends {
 
-// d = a b (+ bias) + beta d, with d (m, n), a (m, k) and b (k, n). All are column-major, as cuBLASLt has them: a
-// row-major (R, S) is its (S, R). Sums are in float.
+// d = a b (+ bias) + beta d, with d (m, n), a (m, k) and b (k, n). All are column-major, as cuBLASLt requires: a
+// row-major (R, S) matrix is a column-major (S, R) one. Sums are float.
 struct GemmShape {
     int m, n, k;
     bool transpose_a, transpose_b;  // a is stored as (k, m), b as (n, k)
-    int lda, ldb, ldd;              // elements from one stored column to the next
-    // Sizes at least as large, for whose matrices the memory has room: see gemm_create(). Else m, n and k.
+    int lda, ldb, ldd;              // stride of the stored columns, in elements
+    // Sizes at least as large as m, n and k, for whose matrices there is enough memory: see gemm_create().
     int padded_m, padded_n, padded_k;
 };
 
@@ -23,14 +23,14 @@ struct GemmTypes {
     cudaDataType_t type, result;  // of a and b; of d and bias
     bool tf32;                    // fp32: inputs are rounded to TF32
     bool bias;                    // (m), added to each column of d
-    uint32_t align_a, align_b, align_d, align_bias;  // the addresses are multiples of so many bytes
+    uint32_t align_a, align_b, align_d, align_bias;  // the addresses are multiples of this many bytes
 };
 
 struct GemmLayouts {
     cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
 };
 
-// A GEMM with the algorithms that it may use, best first by cuBLASLt's estimate. It is run by one thread at a time.
+// A GEMM with its candidate algorithms, best first by cuBLASLt's estimate. Only one thread at a time may run it.
 struct Gemm {
     cublasLtMatmulDesc_t desc = nullptr;
     GemmLayouts layouts = {};
@@ -38,7 +38,7 @@ struct Gemm {
     size_t chosen = 0;
 };
 
-// What a run of a GEMM reads and writes. bias: null where the GEMM has none.
+// The matrices of a run. bias: null if the GEMM has none.
 struct GemmOperands {
     void *d;
     const void *a, *b, *bias;
@@ -75,7 +75,7 @@ inline cudaError_t from_cublas(cublasStatus_t status) {
 // ---------------------------------------------------------------------------------------------------------------------
 // algorithms
 
-// The number of parts that an algorithm splits a sum into, and how it adds them up. False if cuBLASLt does not say.
+// The number of parts into which an algorithm splits a sum, and how it adds them up. False if cuBLASLt does not tell.
 inline bool splitting_of(const cublasLtMatmulAlgo_t &algo, int32_t *parts, uint32_t *scheme) {
     size_t written = 0;
     auto get = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, auto *value) {
@@ -85,7 +85,7 @@ inline bool splitting_of(const cublasLtMatmulAlgo_t &algo, int32_t *parts, uint3
     return get(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, parts) && get(CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, scheme);
 }
 
-// Whether it adds them up in float and in a fixed order, without atomics. (cuBLASLt is asked for that too.)
+// Whether it adds the parts up in float and in a fixed order, without atomics. (gemm_preference() requests that too.)
 inline bool sums_in_float(const cublasLtMatmulAlgo_t &algo) {
     int32_t parts = 0;
     uint32_t scheme = 0;
@@ -112,7 +112,7 @@ inline void gemm_destroy(Gemm &gemm) {
     gemm.desc = nullptr;
 }
 
-// Layouts of m, n, k, with the strides of the shape.
+// Layouts for sizes m, n, k, with the strides of the shape.
 inline cublasStatus_t gemm_layouts(GemmLayouts *layouts, const GemmShape &s, const GemmTypes &types, int m, int n,
                                    int k) {
     auto create = [](cublasLtMatrixLayout_t *layout, cudaDataType_t type, bool transposed, int rows, int columns,
@@ -136,7 +136,7 @@ inline cublasStatus_t gemm_describe(Gemm *gemm, const GemmShape &shape, const Ge
     if (const auto error = set(CUBLASLT_MATMUL_DESC_TRANSA, transpose_a)) return error;
     if (const auto error = set(CUBLASLT_MATMUL_DESC_TRANSB, transpose_b)) return error;
     if (types.bias) {
-        // Until a run has an address: one of the same alignment.
+        // A placeholder with the same alignment, until a run sets the address.
         const void *const address = (const void *)(uintptr_t)types.align_bias;
         if (const auto error = set(CUBLASLT_MATMUL_DESC_EPILOGUE, (uint32_t)CUBLASLT_EPILOGUE_BIAS)) return error;
         if (const auto error = set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, address)) return error;
@@ -159,7 +159,7 @@ inline cublasStatus_t gemm_preference(cublasLtMatmulPreference_t *preference, co
     return set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, types.align_d);
 }
 
-// False if cuBLASLt's check does not accept the algorithm for these matrices; else its scratch.
+// Whether cuBLASLt's check accepts the algorithm for these matrices. *bytes: its scratch memory.
 inline bool gemm_check(cublasLtHandle_t handle, const Gemm &gemm, const GemmLayouts &l,
                        const cublasLtMatmulAlgo_t &algo, size_t *bytes) {
     cublasLtMatmulHeuristicResult_t checked = {};
@@ -168,10 +168,10 @@ inline bool gemm_check(cublasLtHandle_t handle, const Gemm &gemm, const GemmLayo
     return fits == CUBLAS_STATUS_SUCCESS;
 }
 
-// Adds cuBLASLt's suggested algorithms for these matrices to the candidates. For other matrices than the GEMM's: those
-// that the check accepts for the GEMM, with no more scratch than it says for these. (The scratch cannot be compared
-// with the workspace: of an algorithm that uses 4 bytes if it has them the check says 4, even where there are none and
-// the heuristic suggests it.)
+// Adds cuBLASLt's suggested algorithms for these matrices to the candidates. If the matrices are not the GEMM's own, it
+// adds only those that the check accepts for the GEMM, and that need no more scratch there than for these matrices.
+// (The scratch cannot be compared with the workspace: the check says 4 bytes for an algorithm that uses 4 bytes if it
+// has them, even if there are none and the heuristic suggests the algorithm.)
 inline void gemm_suggest(Gemm *gemm, cublasLtHandle_t handle, const GemmLayouts &l,
                          cublasLtMatmulPreference_t preference) {
     cublasLtMatmulHeuristicResult_t results[kGemmCandidates];
@@ -195,13 +195,13 @@ inline void gemm_suggest(Gemm *gemm, cublasLtHandle_t handle, const GemmLayouts 
     }
 }
 
-// Finds the algorithms of an empty Gemm. Whatever this returns, gemm_destroy() is called for it.
+// Finds the algorithms of an empty Gemm. gemm_destroy() must be called for it, whatever this returns.
 //
-// Where 8 does not divide a size, cuBLASLt's suggested algorithms load single elements and take 6 times as long (V =
-// 50257, H200); for 50256 columns it suggests other algorithms than for 50304, up to 10% slower (CUDA 13.0). So the
-// padded sizes are asked about too, and cuBLASLt's check says which of their algorithms take the sizes that there are:
-// padded_n and padded_k may be any, padded_m must be a multiple of 8 (H200). The slow ones are candidates only if there
-// are no others.
+// If 8 does not divide a size, cuBLASLt's suggested algorithms load single elements and take 6 times as long (V =
+// 50257, H200). For 50256 columns it suggests other algorithms than for 50304, up to 10% slower (CUDA 13.0). So this
+// also asks for the padded sizes, and cuBLASLt's check tells which of their algorithms accept the actual sizes:
+// padded_n and padded_k may be any, padded_m must be a multiple of 8 (H200). The slow algorithms are candidates only if
+// there are no others.
 inline cublasStatus_t gemm_create(Gemm *gemm, cublasLtHandle_t handle, const GemmShape &s, const GemmTypes &types,
                                   size_t workspace_bytes) {
     cublasLtMatmulPreference_t preference = nullptr;
@@ -214,8 +214,8 @@ inline cublasStatus_t gemm_create(Gemm *gemm, cublasLtHandle_t handle, const Gem
     auto ragged = [](int size, int padded_size) { return padded_size > size && size % 8 != 0; };
     const bool slow = ragged(s.m, s.padded_m) || ragged(s.n, s.padded_n) || ragged(s.k, s.padded_k);
     if (!status && (!slow || gemm->candidates.empty())) gemm_suggest(gemm, handle, gemm->layouts, preference);
-    // Algorithms that split the sum round a 16-bit result twice where there is a bias, before they add it and after
-    // (CUDA 13.0, H200): only if there are no others.
+    // With a bias, algorithms that split the sum round a 16-bit result twice, before and after they add the bias (CUDA
+    // 13.0, H200). They are candidates only if there are no others.
     if (types.bias && types.result != CUDA_R_32F) {
         auto whole = [](const cublasLtMatmulHeuristicResult_t &found) { return !splits_sum(found.algo); };
         const auto split = std::stable_partition(gemm->candidates.begin(), gemm->candidates.end(), whole);
@@ -245,7 +245,7 @@ inline cudaError_t gemm_run(const Gemm &gemm, const GemmOperands &x, const GemmC
                                       context.stream));
 }
 
-// Two events, for the time between them.
+// Two events, to measure the time between them.
 struct GemmEvents {
     cudaEvent_t start = nullptr, stop = nullptr;
     cudaError_t error;
@@ -261,14 +261,14 @@ struct GemmEvents {
     }
 };
 
-// Milliseconds of a run of a candidate, from enough runs in a row to take `least` milliseconds. INFINITY if it fails.
+// Milliseconds per run of a candidate, from enough runs in a row to take `least` milliseconds. INFINITY if it fails.
 inline cudaError_t gemm_time(float *result, Gemm *gemm, size_t candidate, float least, const GemmOperands &operands,
                              const GemmContext &context, const GemmEvents &events) {
     if (events.error != cudaSuccess) return events.error;
     gemm->chosen = candidate;
     *result = INFINITY;
     for (int count = 1;; count *= 2) {
-        const KeepPendingError keep;  // one that cannot run may leave an error pending
+        const KeepPendingError keep;  // a candidate that cannot run may leave an error pending
         bool ran = true;
         float all = 0;
         if (const auto error = cudaEventRecord(events.start, context.stream)) return error;
@@ -284,11 +284,11 @@ inline cudaError_t gemm_time(float *result, Gemm *gemm, size_t candidate, float 
     }
 }
 
-// Chooses the fastest candidate: each is timed once or twice, then the best three in turns, a millisecond of runs at a
-// time. Waits for the stream; d holds anything afterwards.
+// Chooses the fastest candidate: times each candidate (one run, then 0.1 ms of runs), then the best three in turns, a
+// millisecond of runs at a time. Waits for the stream; overwrites d with arbitrary values.
 //
-// (Clusters of other shapes than cuBLASLt suggests were up to 8% faster here, by themselves, and made no run of the LM
-// head faster: a GEMM that waits for memory runs at a higher clock by itself than between others that do not.)
+// (Cluster shapes other than those that cuBLASLt suggests were up to 8% faster here, by themselves, but no run of the
+// LM head became faster: a GEMM that waits for memory runs at a higher clock by itself than between GEMMs that do not.)
 inline cudaError_t gemm_tune(Gemm *gemm, const GemmOperands &operands, const GemmContext &context) {
     constexpr size_t finalists = 3;
     std::vector<std::pair<float, size_t>> results;  // a candidate's time and its number

@@ -1,5 +1,5 @@
-// What the versions of lm_head.cu share: the arguments of a run, the resources of a plan, and, for a block of rows and
-// a tile of columns, the logits, dX, dW and dbias.
+// The common part of the versions of lm_head.cu: the arguments of a run; the resources of a plan; and the logits, dX,
+// dW and dbias of a block of rows and a tile of columns.
 #pragma once
 #include "../common.h"
 #include "classifier.h"
@@ -14,22 +14,22 @@
 namespace bookends {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// kernels beside the GEMMs
+// kernels other than the GEMMs
 
-// Writes the first bad target to the status word: other kernels see a block of rows, whose numbers begin at 0.
+// Writes the first bad target to the status word. Other kernels see one block of rows, whose numbers begin at 0.
 static __global__ void lm_head_targets_kernel(status_word *status, const int *targets, int N, int V, int ignore_index) {
     const long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (row < N && targets[row] != ignore_index && !id_in_range(targets[row], V)) report_bad_id(status, row);
 }
 
-// Logits for C = 0.
+// The logits if C = 0.
 template <typename floatX>
 __global__ void lm_head_no_channels_kernel(floatX *logits, const floatX *bias, unsigned V, unsigned P) {
     floatX *const row = logits + (long long)blockIdx.x * P;
     for (unsigned j = threadIdx.x; j < V; j += blockDim.x) row[j] = bias ? bias[j] : (floatX)0.0f;
 }
 
-// out = X with ignored rows set to 0, since 0 * NaN is NaN. A thread block for each row.
+// out = X with ignored rows set to 0, since 0 * NaN is NaN. One thread block per row.
 template <typename floatX, int width>
 __global__ void lm_head_counted_rows_kernel(floatX *out, const floatX *X, const int *targets, unsigned C,
                                             int ignore_index) {
@@ -44,10 +44,10 @@ __global__ void lm_head_counted_rows_kernel(floatX *out, const floatX *X, const 
     }
 }
 
-// The last V % 8 columns of the logits, which begin at `logits`. cuBLASLt's fast algorithms write rows of a multiple of
-// 8 columns (gemm_create()), and its other ones take 6 times as long; this kernel takes 3.5 us beside them (V = 50257,
-// H200). A warp computes a row, each lane `width` channels at a time. The latency of its loads takes the time: so the
-// loads of four iterations are issued together.
+// The last V % 8 columns of the logits, which begin at `logits`. cuBLASLt's fast algorithms write rows whose length is
+// a multiple of 8 columns (gemm_create()); its other algorithms take 6 times as long. This kernel takes 3.5 us more (V
+// = 50257, H200). One warp per row; each lane loads `width` channels at a time. The latency of the loads is the limit,
+// so the loads of four iterations are issued together.
 constexpr unsigned kMostTail = 7;
 template <typename floatX, int width>
 __global__ void lm_head_tail_logits_kernel(floatX *logits, const floatX *X, const floatX *W, const floatX *bias,
@@ -75,8 +75,8 @@ __global__ void lm_head_tail_logits_kernel(floatX *logits, const floatX *X, cons
     }
 }
 
-// The sum of each column of dlogits over a slice of the rows, in float: sums (slices, columns). A thread block sums a
-// slice of as many columns as a warp's lanes load with 16 bytes each; each warp adds every warps-th row. The order of
+// The sum of each column of dlogits over a slice of the rows, in float: sums (slices, columns). A thread block sums the
+// columns that a warp's lanes load with 16 bytes each, over one slice; each warp adds every warps-th row. The order of
 // the additions is fixed.
 template <typename floatX>
 __global__ void __launch_bounds__(1024)
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-// out (+)= the sum of all slices, rounded once. A thread for each column.
+// out (+)= the sum of all slices, rounded once. One thread per column.
 template <typename T>
 __global__ void lm_head_slices_kernel(T *out, const float *sums, unsigned columns, unsigned slices, bool add) {
     const unsigned j = blockIdx.x * blockDim.x + threadIdx.x;
@@ -143,16 +143,16 @@ struct LmHeadGemm {
     Gemm gemm = {};
 };
 
-// A plan, and cuBLASLt's handle and GEMMs for it. lm_head_create() makes one. It is run by one thread at a time, any
-// number of times.
+// A plan, with cuBLASLt's handle and GEMMs. lm_head_create() makes one. It can be run any number of times, by one
+// thread at a time.
 struct LmHead {
     LmHeadPlan plan;
-    ClassifierOptions options;  // of runs that bring none
+    ClassifierOptions options;  // for runs without options of their own
     cublasLtHandle_t handle = nullptr;
     std::vector<LmHeadGemm> gemms;
     cudaError_t error = cudaSuccess;  // the error of lm_head_create(), and its description
     char what[240] = "";
-    size_t least = 0;  // bytes that suffice where the budget is too small
+    size_t least = 0;  // if the budget is too small: the bytes that suffice
 };
 
 inline void lm_head_destroy(LmHead &head) {
@@ -162,7 +162,7 @@ inline void lm_head_destroy(LmHead &head) {
     head.handle = nullptr;
 }
 
-// An empty kernel whose launch bound tells whether this code is compiled for sm_90a.
+// An empty kernel. Its launch bound shows at run time whether this code is compiled for sm_90a.
 static __global__ void __launch_bounds__(kHasWgmma ? 1024 : kWarpSize) lm_head_probe_kernel() {}
 
 inline cudaError_t lm_head_device(LmHeadDevice *about) {
@@ -182,14 +182,14 @@ inline cudaError_t lm_head_device(LmHeadDevice *about) {
 
 constexpr cudaDataType_t kCudaTypes[] = {CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF};  // of an LmHeadType
 
-// The columns of a tile that a GEMM computes or reads. Where 8 does not divide them, the fast algorithms of padded
-// sizes take any number of columns in dX's and dW's GEMMs, but not in that of the logits, whose rows they write (see
+// The columns of a tile that a GEMM computes or reads. If their number is not a multiple of 8, the fast algorithms of
+// padded sizes still work in dX's and dW's GEMMs, but not in the logits' GEMM, which writes rows of that length (see
 // gemm_create()): it computes a multiple of 8 columns, and lm_head_tail_logits_kernel the rest.
 inline int gemm_columns(GemmKind kind, int columns) {
     return kind == kGemmLogits && columns >= 128 ? columns / 8 * 8 : columns;
 }
 
-// Row-major, with x = logits or dlogits:  x = X W^T,  dX = x W,  dW (+)= x^T X.  So column-major:
+// Row-major, with x = logits or dlogits:  x = X W^T,  dX = x W,  dW (+)= x^T X.  Column-major, this is:
 //   x^T (columns, rows) = W (columns, C) X^T (C, rows)      dX^T (C, rows) = W^T (C, columns) x^T (columns, rows)
 //   dW^T (C, columns) = X^T (C, rows) x (rows, columns)
 inline GemmShape lm_head_shape(const LmHeadPlan &plan, const LmHeadGemm &gemm) {
@@ -213,7 +213,7 @@ inline GemmTypes lm_head_types(const LmHeadPlan &plan, const LmHeadGemm &gemm) {
             logits ? own : of_result, given};
 }
 
-// Puts an error and its description into the head, and returns the error.
+// Stores an error and its description in the head. Returns the error.
 __attribute__((format(printf, 3, 4))) inline cudaError_t lm_head_fail(LmHead &head, cudaError_t error,
                                                                       const char *format, ...) {
     va_list words;
@@ -237,7 +237,7 @@ inline cudaError_t lm_head_create_gemms(LmHead &head) {
     if (const auto error = cublasLtCreate(&head.handle)) {
         return lm_head_fail(head, from_cublas(error), "cublasLtCreate: %s", cublasLtGetStatusName(error));
     }
-    // The first of several pieces, and the last.
+    // The first piece and the last one, which may be shorter.
     auto sizes = [](int count, int piece) {
         return count <= piece || count % piece == 0 ? std::vector<int>{std::min(count, piece)}
                                                     : std::vector<int>{piece, count % piece};
@@ -273,10 +273,11 @@ inline cudaError_t lm_head_create_gemms(LmHead &head) {
     return cudaSuccess;
 }
 
-// Makes a plan with its resources: `head` is empty before, and lm_head_destroy() takes it whatever this returns. It
-// asks cuBLASLt for algorithms, and allocates host memory, but no device memory of its own. cudaErrorInvalidValue: a
-// negative size, types that do not go together, or an option out of its range; cudaErrorMemoryAllocation: a budget that
-// is too small (head.plan.rows is 0 then); or an error of cuBLASLt. head.what describes it.
+// Makes a plan with its resources. `head` must be empty; afterwards lm_head_destroy() must be called, whatever this
+// returns. Queries cuBLASLt for algorithms and allocates host memory, but no device memory of its own.
+// cudaErrorInvalidValue: a negative size, types that cannot be combined, or an option outside its range.
+// cudaErrorMemoryAllocation: the budget is too small (head.plan.rows is then 0). Otherwise an error of cuBLASLt.
+// head.what describes the error.
 inline cudaError_t lm_head_create(LmHead &head, const LmHeadProblem &problem, const ClassifierOptions &options) {
     const LmHeadProblem &p = head.plan.problem = problem;
     head.options = options;
@@ -311,8 +312,8 @@ inline cudaError_t lm_head_create(LmHead &head, const LmHeadProblem &problem, co
                         head.least);
 }
 
-// Whether a plan runs with other options than it was made for: with or without a softcap, and the sign of logit_scale,
-// must be the same.
+// Whether a plan can run with options other than those it was made for: both must have a softcap or none, and the same
+// sign of logit_scale.
 inline bool lm_head_takes(const LmHead &head, const ClassifierOptions &options) {
     auto sign = [](float scale) { return (scale > 0) - (scale < 0); };
     return (options.softcap > 0) == (head.options.softcap > 0) &&
@@ -322,25 +323,25 @@ inline bool lm_head_takes(const LmHead &head, const ClassifierOptions &options) 
 // ---------------------------------------------------------------------------------------------------------------------
 // a run
 
-// The arguments of a run:  dX (N, C) floatX, written; dW (V, C) and dbias (V) gradX, added to; losses (N) and lse (N)
-// float, written (with options.add_losses, losses are added to); X (N, C), W (V, C) and bias (V) floatX; targets (N)
-// int32; dlosses (N) float; status: one status word; workspace: plan.bytes, at a multiple of 256. Row-major, in device
-// memory, aligned to their elements, none overlapping another. dX, dW, dbias and bias are there if the plan has them,
-// and null if not. losses, lse, dlosses (1) and status may be null. The contents of the workspace do not matter, before
-// or after. W may be the embedding's table: then dW is the first part of its gradient, to which encoder_backward adds
-// the other. options: of this run, if lm_head_takes() accepts them; null: the plan's.
+// The arguments of a run:  dX (N, C) floatX, overwritten; dW (V, C) and dbias (V) gradX, added to; losses (N) and lse
+// (N) float, overwritten (with options.add_losses, losses are added to); X (N, C), W (V, C) and bias (V) floatX;
+// targets (N) int32; dlosses (N) float; status: one status word; workspace: plan.bytes, at a multiple of 256.
+// Row-major, in device memory, aligned to their elements, no overlap. dX, dW, dbias and bias: null if the plan does not
+// have them, not null otherwise. losses, lse, dlosses (null: 1) and status may be null. The workspace may hold anything
+// before and after. W may be the embedding's table: dW is then one part of the table's gradient, and encoder_backward
+// adds the other. options: for this run, if lm_head_takes() accepts them; null: the plan's.
 //
-// Targets, options and rows that are not finite are as in classifier_fused.cu. Ignored rows have no part in any
-// gradient, whatever X holds there (with problem.finite: X must be finite there). A bad target makes its row of dX NaN,
-// and all of dW and dbias, whose sums it is a term of. V = 0: dX is 0. N = 0: nothing to do. C = 0: the logits are the
-// bias, or 0.
+// Targets, options and rows that are not finite: as in classifier_fused.cu. Ignored rows contribute to no gradient,
+// whatever X holds there (with problem.finite, X must be finite there). A bad target makes its row of dX NaN, and all
+// of dW and dbias, since the row is a term of their sums. V = 0: dX is 0. N = 0: nothing is done. C = 0: the logits are
+// the bias, or 0.
 //
-// Sums over the vocabulary or the rows are in float, in the order of cuBLASLt's algorithm, and rounded once: a 16-bit
+// Sums over the vocabulary or the rows are float, in the order of cuBLASLt's algorithm, and are rounded once: a 16-bit
 // dW or dbias is the old value plus the sum over all rows. The label smoothing term of a loss is rounded once more for
-// each tile of the vocabulary. The same plan gives the same bits each time: its algorithms use no atomics.
+// each tile of the vocabulary. The same plan gives the same bits each time, since its algorithms use no atomics.
 //
-// A run allocates nothing and waits for nothing: it is launches in `stream`, which a CUDA graph can capture. Errors:
-// cudaErrorInvalidValue for pointers or options that are not as planned, or another version's plan;
+// A run only launches kernels in `stream`; it allocates nothing and does not synchronise. A CUDA graph can capture it.
+// Errors: cudaErrorInvalidValue for pointers or options that do not fit the plan, or for another version's plan;
 // cudaErrorMisalignedAddress for the workspace; or the error of a launch or of cuBLASLt.
 template <typename floatX, typename gradX>
 struct LmHeadArguments {
@@ -363,8 +364,8 @@ struct LmHeadTile {
     int columns;
 };
 
-// A run in progress: the places of its arrays, and the operations that several versions share. Each returns the error
-// of its launches.
+// A run in progress: the addresses of its arrays, and the operations that several versions use. Each operation returns
+// the error of its launches.
 template <typename floatX, typename gradX>
 struct LmHeadRun {
     const LmHead &head;
@@ -407,8 +408,8 @@ struct LmHeadRun {
         return {rows.row, rows.rows, (size_t)tile * plan.columns, plan.tile_columns(tile)};
     }
 
-    // What every version begins with: checks of the arguments, the status word, and dX where there is no vocabulary.
-    // False if the run ends here, with `error`: the arguments are wrong, or there are no rows.
+    // The first step of every version: checks the arguments, writes the status word, and zeroes dX if V = 0. Returns
+    // false if the run ends here, with `error`: the arguments are wrong, or there are no rows.
     bool begin(LmHeadWay way) {
         if (problem.N == 0) return false;
         error = check(way);
@@ -482,9 +483,9 @@ struct LmHeadRun {
                                                      : copy(lm_head_counted_rows_kernel<floatX, 1>, C);
     }
 
-    // dbias, dW and dX from a tile of dlogits. dX is last, since it may overwrite the copy of X that dW's GEMM reads.
-    // first: no tile of this block's dX has been added before. (Beside each other on two streams they were no faster at
-    // any shape that was tried, and up to 4% slower: C 4096, V 128256 in 10%; H200.)
+    // Adds a tile of dlogits to dbias, dW and dX. dX is last, since it may overwrite the copy of X that dW's GEMM
+    // reads. first: this is the first tile of the block's dX. (Running the GEMMs at the same time on two streams was no
+    // faster at any shape that was tried, and up to 4% slower: C 4096, V 128256 in 10%; H200.)
     cudaError_t make_gradients(const floatX *dlogits, const LmHeadTile &tile, bool first) const {
         if (tile.columns == 0) return cudaSuccess;
         if (const auto failed = add_dbias(dlogits, tile)) return failed;
@@ -503,9 +504,9 @@ struct LmHeadRun {
         return round(args.dX + tile.row * C, part<float>(plan.dX), tile.rows * (long long)C, false);
     }
 
-    // A dW in float is written by the first block of rows, and added to dW after the last. (GEMMs of our own for it,
-    // like lm_head_product_kernel(), were 12% to 33% slower than cuBLASLt's, of 768 and of 2048 rows: with the sums
-    // added by bulk copies, atomics or loads and stores, with groups that share a tile or take turns; H200.)
+    // A dW in float is overwritten by the first block of rows, and added to dW after the last one. (Our own GEMMs for
+    // it, like lm_head_product_kernel(), were 12% to 33% slower than cuBLASLt's with 768 and with 2048 rows: with sums
+    // added by bulk copies, atomics, or loads and stores, and with groups that share a tile or alternate; H200.)
     cudaError_t add_dW(const floatX *dlogits, const LmHeadTile &tile) const {
         if (!args.dW || C == 0) return cudaSuccess;
         gradX *const dW = args.dW + tile.column * C;
@@ -551,7 +552,7 @@ struct LmHeadRun {
         return launch_kernel(kernel, grid_size, block_size, 0, stream, out, sums, vectors, add);
     }
 
-    // launch(arguments, softcap, extras) with the classifier's arguments for a block's rows, whose logits these are.
+    // Calls launch(arguments, softcap, extras) with the classifier's arguments for a block's rows and their logits.
     template <typename Launch>
     cudaError_t classify(floatX *logits, const LmHeadTile &tile, Launch launch) const {
         return classifier_launch<floatX>(

@@ -1,5 +1,5 @@
-// The GEMM of lm_head.cu's version 5 (compute capability 9.0): X W^T, with the classifier's statistics or gradients
-// computed from the accumulators.
+// The GEMM of lm_head.cu's version 5 (compute capability 9.0): X W^T. Computes the classifier's statistics or gradients
+// from the accumulators.
 #pragma once
 #include "../common.h"
 #include "classifier.h"
@@ -28,13 +28,14 @@ constexpr unsigned kProductRows = 128, kProductColumns = 256, kProductDepth = 64
 constexpr unsigned kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize, kMathWarps = 2 * kGroupWarps;
 constexpr unsigned kProductThreads = 3 * kGroupThreads;
 constexpr unsigned kXBytes = kProductRows * kProductDepth * 2, kWBytes = kProductColumns * kProductDepth * 2;
-// Gradients are stored in boxes, one bulk copy each. A warp has two boxes, so that it fills one while the other leaves.
+// Gradients are stored in boxes, one bulk copy each. A warp has two boxes: it fills one while the other is being
+// stored.
 constexpr unsigned kBoxRows = 16, kBoxColumns = 64, kBoxBytes = kBoxRows * kBoxColumns * 2, kWarpBoxes = 2;
 constexpr size_t kProductShared = kProductStages * (kXBytes + kWBytes) + kMathWarps * kWarpBoxes * kBoxBytes;
 
 // Describes a matrix of 16-bit elements for bulk copies of `box_rows` rows by 64 columns between global memory and
-// shared memory with the 128-byte swizzle. Copies read 0 beyond the last column and row. They write nothing there,
-// except the rest of a row's last 16 bytes. The address and the stride are multiples of 16 bytes.
+// shared memory with the 128-byte swizzle. Copies read 0 beyond the last column and row. Copies write nothing there,
+// except the rest of a row's last 16 bytes. The address and the stride must be multiples of 16 bytes.
 template <typename floatX>
 cudaError_t map_rows(CUtensorMap *map, const floatX *begin, unsigned columns, unsigned rows, size_t stride,
                      unsigned box_rows) {
@@ -70,7 +71,7 @@ struct ProductArguments {
     __host__ __device__ unsigned tiles_of_run() const { return ceil_div(ceil_div(columns, kProductColumns), runs); }
 };
 
-// What the roles of a block share: its shared memory, and the division of the product into units of work.
+// The data that all roles of a block use: its shared memory, and the division of the product into units of work.
 struct ProductBlock {
     char *inputs;            // (kProductStages), a slice of X and one of W each
     char *boxes;             // (kMathWarps, kWarpBoxes)
@@ -85,8 +86,8 @@ struct ProductBlock {
 
 // A unit of work: a run of tiles, side by side, of the same 128 rows.
 struct ProductRun {
-    unsigned row, index;  // the first of its rows, and its place in them
-    unsigned tile, end;   // its tiles
+    unsigned row, index;  // the first of its rows, and the run's index in these rows
+    unsigned tile, end;   // its tiles are tile..end-1
 
     __device__ ProductRun(const ProductBlock &block, unsigned unit) {
         row = unit % block.down * kProductRows;
@@ -118,8 +119,8 @@ __device__ void load_slice_by_element(const ProductArguments<floatX> &product, c
     ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, full);
 }
 
-// Loads the slices of all of the block's tiles, one after another. It is up to four slices ahead of the multiplication,
-// also across tiles. One thread issues bulk copies; without tensor maps all 128 threads copy.
+// Loads the slices of all of the block's tiles, one after the other, up to four slices ahead of the multiplication,
+// also across tiles. One thread issues bulk copies; without tensor maps, all 128 threads copy.
 template <typename floatX>
 __device__ void load_tiles(const ProductArguments<floatX> &product, const ProductBlock &block) {
     namespace ptx = cuda::ptx;
@@ -173,7 +174,7 @@ __device__ Packed<floatX, 8> rounded_logits(const float (&sums)[128], unsigned h
 }
 
 // Computes the logits of the tile at `column`: the sums over all channels, plus the bias. A group releases a stage one
-// slice later, so that its next wgmma is queued before it waits for the previous one.
+// slice late, so that its next wgmma is queued before it waits for the previous one.
 template <typename floatX>
 __device__ void multiply_tile(float (&sums)[128], Ring &ring, const ProductArguments<floatX> &product,
                               const ProductBlock &block, unsigned column) {
@@ -233,8 +234,8 @@ struct TargetColumns {
 // ---------------------------------------------------------------------------------------------------------------------
 // gradients
 
-// Writes the gradients of the warp's 16 rows and of 64 columns, those of box b of the tile, to `box` in shared memory.
-// The gradients of an ignored row are 0.
+// Writes the gradients of the warp's 16 rows and of the 64 columns of box b of the tile to `box` in shared memory. The
+// gradients of an ignored row are 0.
 template <bool softcap, Extras extras, typename floatX>
 __device__ void fill_box(char *box, const float (&sums)[128], unsigned b, unsigned column, const TargetColumns &targets,
                          const ClassifierGradient (&g)[2], const ClassifierArguments<floatX> &args) {
@@ -259,7 +260,7 @@ __device__ void fill_box(char *box, const float (&sums)[128], unsigned b, unsign
     }
 }
 
-// The role of the math groups in pass 2: computes tiles, and stores their gradients in boxes.
+// The role of the math groups in pass 2: computes tiles and stores their gradients in boxes.
 template <bool softcap, Extras extras, typename floatX>
 __device__ void store_gradients(const ProductArguments<floatX> &product, const ClassifierArguments<floatX> &args,
                                 const ProductBlock &block) {
@@ -298,7 +299,7 @@ __device__ void store_gradients(const ProductArguments<floatX> &product, const C
 // ---------------------------------------------------------------------------------------------------------------------
 // statistics
 
-// update_statistics() for a row of the last tile, in which only the first `columns` columns exist.
+// update_statistics() for a row of the last tile, of which only the first `columns` columns exist.
 template <bool softcap, Extras extras, typename floatX>
 __device__ void update_partial(RunningSoftmax &running, const Packed<floatX, 8> (&x)[8], unsigned columns,
                                const ClassifierArguments<floatX> &args) {
@@ -335,7 +336,7 @@ __device__ void update_with_tile(RunningSoftmax (&running)[2], float (&target_lo
 #pragma unroll
     for (unsigned h = 0; h < 2; h++) {
         const unsigned at = targets.column[h] - column;
-        if (at < kProductColumns && at % 8 / 2 == threadIdx.x % 4) {  // in this tile, and this thread's
+        if (at < kProductColumns && at % 8 / 2 == threadIdx.x % 4) {  // in this tile, and held by this thread
 #pragma unroll
             for (unsigned u = 0; u < 8; u++) {
                 float values[8];
@@ -360,8 +361,8 @@ __device__ void update_with_tile(RunningSoftmax (&running)[2], float (&target_lo
     }
 }
 
-// The role of the math groups in pass 1: computes tiles, and keeps the statistics of two rows a thread in registers
-// along a run. At the end of the run, the four threads of a row merge their statistics, and the first of them stores
+// The role of the math groups in pass 1: computes tiles, and keeps the statistics of two rows per thread in registers
+// during a run. At the end of the run, the four threads of a row merge their statistics, and the first of them stores
 // the result.
 template <bool softcap, Extras extras, typename floatX>
 __device__ void store_statistics(const ProductArguments<floatX> &product, const ClassifierArguments<floatX> &args,
@@ -399,19 +400,19 @@ __device__ void store_statistics(const ProductArguments<floatX> &product, const 
 // the kernel
 
 // Version 5: the epilogue of the GEMM computes the softmax statistics (pass 1) or the gradients (pass 2) from the
-// accumulators, so that the logits are never stored. Each pass saves one write and one read of all logits, 4NV bytes in
-// 16-bit types. Like version 4 it computes the logits twice, a fourth product of 2NCV operations: it loses where the
-// budget holds all logits. It also loses where 8 does not divide C, or X or W is not at a multiple of 16 bytes: it then
-// loads single elements.
+// accumulators, so that the logits are never stored. Each pass saves one write and one read of all logits, 4NV bytes
+// with 16-bit types. Like version 4 it computes the logits twice, a fourth product of 2NCV operations: it loses where
+// the budget holds all logits. It also loses if 8 does not divide C, or X or W is not at a multiple of 16 bytes: it
+// then loads single elements.
 //
-// Blocks are persistent: a block processes run after run of tiles. The tiles of a run have the same 128 rows, so that
-// the rows' statistics stay in registers. Blocks that run at the same time have different rows and the same columns, so
-// that they read the same rows of W from the L2.
+// Blocks are persistent: each processes one run of tiles after the other. The tiles of a run have the same 128 rows, so
+// that the rows' statistics stay in registers. Blocks that run at the same time have different rows and the same
+// columns, so that they read the same rows of W from the L2.
 //
-// Roles, a function each:
-//   load_tiles        group 0, 40 registers a thread: loads slices of X and W into the stages
-//   store_statistics  groups 1 and 2, 232 registers a thread, pass 1: multiply_tile(), then the statistics
-//   store_gradients   groups 1 and 2, 232 registers a thread, pass 2: multiply_tile(), then the gradients
+// Roles, one function each:
+//   load_tiles        group 0, 40 registers per thread: loads slices of X and W into the stages
+//   store_statistics  groups 1 and 2, 232 registers per thread, pass 1: multiply_tile(), then the statistics
+//   store_gradients   groups 1 and 2, 232 registers per thread, pass 2: multiply_tile(), then the gradients
 // Barriers of stage i:
 //   full[i]   One thread of the loader arrives and announces the bytes of its bulk copies; without tensor maps, all 128
 //             threads of its group arrive after their stores. The math groups wait.
@@ -420,7 +421,7 @@ __device__ void store_statistics(const ProductArguments<floatX> &product, const 
 // The two math groups share no other barrier. While one computes its epilogue, the other has the tensor cores to itself
 // for up to four slices. (A fixed distance of two or three slices between the groups was no faster.)
 //
-// Code for devices other than sm_90a has an empty kernel, which lm_head_device() makes sure is not launched. Sources:
+// Code for devices other than sm_90a has an empty kernel, and lm_head_device() prevents its launch. Sources:
 // CUTLASS's warp-specialised kernels for Hopper; "Outperforming cuBLAS on H100", Pranjal Shankhdhar 2024.
 //
 // H200, bf16, N 8192, C 768, V 50304: cuBLASLt takes 0.80 ms for the logits, including their store. This GEMM takes
@@ -449,7 +450,7 @@ __global__ void __launch_bounds__(kHasWgmma ? kProductThreads : kWarpSize, 1)
         }
         __syncthreads();
         if (threadIdx.x < kGroupThreads) {
-            set_registers<40, false>();  // the launch gives 168 a thread; the rest is for the math groups
+            set_registers<40, false>();  // the launch gives 168 per thread; the rest is for the math groups
             load_tiles(product, block);
         } else {
             set_registers<232, true>();
