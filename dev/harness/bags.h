@@ -1,5 +1,4 @@
-// Indices and bags for the programs of embedding_lookup.cu, embedding_lookup_backward.cu and
-// embedding_update.cu.
+// Indices and bags for the programs of embedding_lookup.cu, embedding_lookup_backward.cu and embedding_update.cu.
 #pragma once
 #include <cctype>
 #include <memory>
@@ -17,7 +16,7 @@ struct WideIds {
     __host__ __device__ long long operator[](long long i) const { return ids[i]; }
 };
 
-// Elements from row to row of the table.
+// The stride of the table's rows, in elements.
 inline long long table_stride(const Options &options) {
     const long long stride = (long long)options.number("--stride"), C = options.dim('c');
     if (stride == 0) return C;
@@ -67,7 +66,7 @@ struct BagInputs {
         return per_index * device.count + (device.offsets.data ? 8.0 * (device.bags + 1) : 0);
     }
 
-    // The distinct rows of all tables that the bags look up, ascending, without padding.
+// The distinct rows of all tables that the bags use, ascending, without padding.
     std::vector<long long> rows_of_indices(const LookupProblem &p) const {
         std::vector<long long> rows;
         for (int t = 0; t < p.tables; t++) {

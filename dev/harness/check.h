@@ -1,5 +1,5 @@
-// The check of a kernel's outputs: against the reference, for elements that are not written, for writes outside an
-// output, and for the same bits in every launch.
+// The check of a kernel's outputs. It finds differences from the reference, elements that are not written, writes
+// outside an output, and bits that differ from launch to launch.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -35,7 +35,7 @@ struct FloatFormat<__nv_bfloat16> {
     static constexpr int mantissa = 7, min_exponent = -126;
 };
 template <>
-struct FloatFormat<int> {  // an output of zeros and ones
+struct FloatFormat<int> {  // for an output of zeros and ones
     static constexpr const char *name = "int";
     static constexpr int mantissa = 0, min_exponent = 0;
 };
@@ -49,13 +49,13 @@ double ulp(double x) {
     return ldexp(1.0, (x == 0 ? least : std::max(exponent - 1, least)) - FloatFormat<T>::mantissa);
 }
 
-// x rounded to the nearest number of type T, by way of float, as kernels round.
+// x rounded to the nearest number of type T through float, as kernels round.
 template <typename T>
 double nearest(double x) {
     return (double)(float)(T)(float)x;
 }
 
-// x rounded to a number of type T upwards or downwards.
+// x rounded up or down to a number of type T.
 template <typename T>
 double rounded_towards(double x, bool up) {
     if (!std::isfinite(x)) return x;
@@ -65,9 +65,9 @@ double rounded_towards(double x, bool up) {
     return copysign(up == (x > 0) ? (double)INFINITY : largest, x);
 }
 
-// The distance of a result, in units in the last place of its type, from the interval of allowed results: value - slack
-// to value + slack, both rounded. Two NaNs, or the same infinity, have distance 0; a NaN or an infinity that is not
-// expected has an infinite one.
+// The distance of a result from the interval of allowed results (value - slack to value + slack, both rounded), in
+// units in the last place of its type. Two NaNs, or two equal infinities, have distance 0. Any other NaN or infinity
+// has an infinite distance.
 template <typename T>
 double ulp_error(T result, double value, double slack, bool either_neighbour) {
     const double got = (double)(float)result;
@@ -83,12 +83,12 @@ double ulp_error(T result, double value, double slack, bool either_neighbour) {
 // ---------------------------------------------------------------------------------------------------------------------
 // comparison with the reference
 
-// The reference's results for one row of an output: the exact values, and for each the bound on the error (absolute) of
-// float arithmetic before the one rounding to the output's type. Both have `cols` elements. slack is 0 and the flags
+// The reference's results for one row of an output, in double, and for each result an absolute bound on the error of
+// float arithmetic before the single rounding to the output's type. Both have `cols` elements. slack is 0 and the flags
 // are false unless the reference sets them.
 struct Expected {
     std::vector<double> value, slack;
-    bool either_neighbour = false;  // rounding down and rounding up are both right, not only rounding to nearest
+    bool either_neighbour = false;  // both neighbours of the value are correct, not only the nearest
     bool unknown = false;           // the row is not compared, since its reference would take too long
 };
 
@@ -106,9 +106,9 @@ struct CheckResult {
     bool ok = true;
     double max_error = 0;  // in ulps
     long long elements = 0;
-    bool sampled = false;    // not every row was compared
+    bool sampled = false;    // only a sample of the rows was compared
     bool has_slack = false;  // some elements have a slack
-    std::string message;     // the first fault: what, where and by how much
+    std::string message;     // the first fault: its kind, its place and its size
 
     void add(const CheckResult &other) {
         elements += other.elements;
@@ -152,8 +152,8 @@ CheckResult compare_rows(const char *what, const floatX *got, const long long *r
     return result;
 }
 
-// The rows to compare, in ascending order: all of them; or, of an output of more than 2e9 elements, the first 16, the
-// last 16 and others at random.
+// The rows to compare, in ascending order: all rows; or, for an output of more than 2e9 elements, the first 16, the
+// last 16 and a random sample of the others.
 inline std::vector<long long> rows_to_check(long long rows, long long cols, uint64_t seed) {
     std::vector<long long> sample;
     if ((double)rows * cols <= 2e9) {
@@ -204,8 +204,8 @@ CheckResult compare_output(const char *what, const floatX *data, long long rows,
 // ---------------------------------------------------------------------------------------------------------------------
 // poison and fingerprints
 
-// Poison is memory in which every byte is 0xff: a NaN in each element type. Counts the elements of `size` bytes that
-// are poison or, with expect_poison, those that are not.
+// Poison is memory in which every byte is 0xff, a NaN in each element type. This counts the elements of `size` bytes
+// that are poison; or, with expect_poison, those that are not.
 static __global__ void count_poison_kernel(unsigned long long *found, const unsigned char *data, long long count,
                                            int size, bool expect_poison) {
     const long long stride = (long long)gridDim.x * blockDim.x;
@@ -218,7 +218,8 @@ static __global__ void count_poison_kernel(unsigned long long *found, const unsi
     if (mine > 0) atomicAdd(found, mine);
 }
 
-// Adds up a hash of the bits and the position of each 8 bytes. The sum is of integers: it does not depend on the order.
+// A hash: the sum, over each 8 bytes, of a hash of their bits and position. The integer sum does not depend on the
+// order.
 static __global__ void fingerprint_kernel(unsigned long long *sum, const unsigned long long *data, long long count) {
     const long long stride = (long long)gridDim.x * blockDim.x;
     unsigned long long mine = 0;
@@ -231,12 +232,12 @@ static __global__ void fingerprint_kernel(unsigned long long *sum, const unsigne
 // ---------------------------------------------------------------------------------------------------------------------
 // the checker
 
-// Holds the arrays that kernels write, each between two guard zones, and checks what a launch has written.
+// Holds the arrays that kernels write, each between two guard zones, and checks the results of a launch.
 class Checker {
   public:
     explicit Checker(DeviceMemory &device_memory) : memory(device_memory) {}
 
-    uint64_t seed = 0;  // of the sample of rows that is compared
+    uint64_t seed = 0;  // for the sample of rows that is compared
 
     // See Harness::output().
     template <typename floatX, typename Generator>
@@ -282,12 +283,11 @@ class Checker {
         return status_device;
     }
 
-    // Allocates what the check itself needs.
+    // Allocates the check's own memory.
     void allocate_counter() { counter = memory.allocate<unsigned long long>(1); }
 
-    // Puts everything that kernels write into the state in which a launch finds it: initial values or poison, guard
-    // zones of poison, and a status word of kStatusOk. A workspace keeps the state of its allocation for the first
-    // launch.
+    // Prepares all arrays for a launch: outputs get initial values or poison, guard zones get poison, and the status
+    // word becomes kStatusOk. Before the first launch, a workspace keeps the state of its allocation.
     void prepare() {
         for (Array &array : arrays) {
             cuda_check(cudaMemset(array.data - kGuard, 0xff, kGuard));
@@ -303,16 +303,16 @@ class Checker {
         cuda_check(cudaDeviceSynchronize());
     }
 
-    // Writes the initial values again into the outputs that a launch uses up. Runs in the default stream, which waits
-    // for the stream of the launches, as they wait for it.
+    // Restores the initial values of outputs that a launch overwrites. Runs in the default stream, which waits for the
+    // stream of the launches; later launches wait for the default stream.
     void refill() {
         for (const Array &array : arrays) {
             if (array.used_up) array.fill();
         }
     }
 
-    // Checks what the last launch has written. `earlier` names the launch whose bits this one must repeat, which was
-    // right; empty if there is none.
+    // Checks the results of the last launch. `earlier`: the name of an earlier, correct launch whose bits this launch
+    // must repeat; empty if there is none.
     CheckResult check(const std::string &earlier) {
         CheckResult all;
         for (Array &array : arrays) all.add(check_array(array, earlier));
@@ -333,10 +333,10 @@ class Checker {
         }
     }
 
-    // The largest error that an output may have, in ulps.
+    // The largest allowed error of an output, in ulps.
     double allowed_error() const { return allowed; }
 
-    // The allowed errors of all outputs, each once, in words.
+    // The allowed errors of all outputs in words, each once.
     std::string tolerances() const {
         std::vector<std::string> different;
         for (const Array &array : arrays) {
@@ -347,7 +347,7 @@ class Checker {
     }
 
   private:
-    static constexpr long long kGuard = 1 << 16;  // bytes: more than a row of most shapes, and keeps the alignment
+    static constexpr long long kGuard = 1 << 16;  // bytes: more than a row of most shapes; keeps arrays aligned
 
     // An output or a workspace.
     struct Array {
@@ -357,9 +357,9 @@ class Checker {
         std::function<void()> fill;               // writes the initial values; null: poison
         std::function<CheckResult()> compare;     // null: a workspace
         std::function<void()> compute_reference;  // null: a workspace
-        bool used_up = false;                     // needs its initial values again for each cold run
+        bool used_up = false;                     // initial values must be restored before each cold run
         std::string tolerance;                    // in words
-        bool fresh = false;                       // keeps the state of its allocation in the next prepare()
+        bool fresh = false;                       // prepare() does not write it before the first launch
         unsigned long long fingerprint = 0;       // of a version's first launch
         CheckResult result;                       // of that launch
     };
@@ -406,7 +406,7 @@ class Checker {
         });
     }
 
-    // The last 8 bytes may extend into the guard zone, which is known to hold poison by then.
+    // The last 8 bytes may extend into the guard zone, which has already been checked to hold poison.
     unsigned long long fingerprint(const Array &array) {
         const long long words = (long long)ceil_div(array.size, sizeof(unsigned long long));
         return counted([&](unsigned long long *sum) {

@@ -1,10 +1,10 @@
-// The options of the classifier's arithmetic, for the programs that have a classifier.
+// The command-line options of the classifier's arithmetic.
 #pragma once
 #include "command_line.h"
 
 namespace bookends {
 
-// Their declarations, followed by a program's other numbers.
+// The declarations of these options, followed by a program's other numbers.
 inline std::vector<Number> classifier_numbers(const std::vector<Number> &others = {}) {
     std::vector<Number> numbers = {
         {"--label-smoothing", 0, 0, 1, "share of each target that is spread over the whole vocabulary"},
@@ -16,7 +16,7 @@ inline std::vector<Number> classifier_numbers(const std::vector<Number> &others 
     return numbers;
 }
 
-// Their values, in the classifier's own type. Each is in its range; two of them together may still be refused.
+// The values of these options, in the classifier's own type. Each is in its range; a combination may still be refused.
 template <typename ClassifierOptions>
 ClassifierOptions classifier_options(const Options &options) {
     ClassifierOptions result;

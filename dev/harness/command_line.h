@@ -44,7 +44,7 @@ struct Dim {
     int default_value() const { return ON_CPU ? cpu_default : cuda_default; }
 };
 
-// An option with a fixed list of values, the first of which is the default. Without values it is a flag.
+// An option with a fixed list of values; the first is the default. An option without values is a flag.
 struct Choice {
     const char *option;
     std::vector<const char *> values;
@@ -63,13 +63,13 @@ struct Number {
     std::string text() const { return format(whole ? "%.0f" : "%.9g", value); }
 };
 
-// An option with any text. The program validates it.
+// An option whose value is any text. The program validates it.
 struct Text {
     const char *option, *default_value, *help;
     std::string value = "";
 };
 
-// A version as --list shows it.
+// A version, as --list prints it.
 struct ListedVersion {
     int number;
     const char *name, *idea;
@@ -119,7 +119,7 @@ struct Options {
         return 0;
     }
 
-    // The value of a dimension whose default is 0: if it is not given, it becomes `value`, also in the reports.
+    // The value of a dimension whose default is 0. If it was not given, it becomes `value`, also in the reports.
     int dim_or(char flag, int value) {
         for (Dim &d : dims) {
             if (d.flag == flag && d.value == 0) d.value = value;
@@ -150,7 +150,7 @@ struct Options {
 // ---------------------------------------------------------------------------------------------------------------------
 // --help and --list
 
-// Refuses if the standard output could not be written, else returns the status.
+// Returns the status. Refuses if standard output could not be written.
 inline int finish(int status) {
     if (fflush(stdout) != 0 || ferror(stdout)) {
         refuse(EXIT_BAD_INPUT, "cannot write the report: %s", strerror(errno));
@@ -243,7 +243,7 @@ inline double parse_number(const Number &n, const char *text) {
     return value;
 }
 
-// The index of `text` among the values; refuses if it is none of them.
+// The index of `text` among the values. Refuses a text that is none of them.
 inline size_t parse_choice(const std::string &option, const std::vector<const char *> &values, const char *text) {
     const auto value = std::find(values.begin(), values.end(), std::string(text));
     if (value == values.end()) {
@@ -264,8 +264,8 @@ inline int parse_version(const Options &options, const std::string &text) {
     refuse(EXIT_BAD_INPUT, "version '%s' is not one of %s, all (see --list)", text.c_str(), allowed.c_str());
 }
 
-// Refuses if a file of that name cannot be appended to. Does not create or change it: a run that is refused later must
-// leave nothing behind.
+// Refuses a file name that cannot be appended to. Does not create or change the file, since a run that is refused later
+// must leave no trace.
 inline void require_writable(const std::string &path) {
     struct stat status;
     if (path.back() == '/' || (stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))) {
@@ -281,8 +281,8 @@ inline void require_writable(const std::string &path) {
     }
 }
 
-// The value of an option before the arguments are parsed, for programs whose table of versions depends on it. It need
-// not be an allowed one. Of a repeated option, the last counts.
+// The value of an option before the arguments are parsed, for programs whose table of versions depends on it. The value
+// is not validated. If the option is repeated, the last one counts.
 inline std::string early_value(int argc, char **argv, const std::string &option, std::string value) {
     for (int i = 1; i < argc; i++) {
         const std::string argument = argv[i];
@@ -353,7 +353,7 @@ class Parser {
         return argv[++i];
     }
 
-    // Whether the option is this one, which takes no value.
+    // Whether the option has this name. Refuses a value, since the option takes none.
     bool is_flag(const char *flag) {
         if (option != flag) return false;
         if (joined_value) refuse(EXIT_BAD_INPUT, "'%s': %s takes no value", argv[i], flag);

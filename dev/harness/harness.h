@@ -1,12 +1,12 @@
-// What a kernel file's main() needs: the command line, inputs, checks, times and reports.
+// The harness of a kernel file's main(): command line, inputs, checks, times and reports.
 //
-// A kernel file describes its job once and hands it over with its table of versions:
+// A kernel file describes its job and passes it on with its table of versions:
 //
 //     Harness h("encoder_forward", "token + position embedding", {{'b', "B", 8, 2}, ...});
 //     return h.main(argc, argv, versions<float>, race<float>, race<half>, race<__nv_bfloat16>);
 //
-// race<floatX>(h) reads h.options, asks h for the ids, the inputs, the outputs and the workspace, fills in h.job, and
-// calls h.race(table, launch). Everything that can be refused is refused before anything runs.
+// race<floatX>(h) reads h.options, gets the ids, the inputs, the outputs and the workspace from h, fills in h.job, and
+// calls h.race(table, launch). All refusals come before the first launch.
 #pragma once
 #include <algorithm>
 #include <memory>
@@ -36,8 +36,8 @@ class Harness {
     Job job;                       // filled in by race<floatX>()
     std::vector<int> host_tokens;  // the ids or targets of tokens() or targets(), on the host
 
-    // For references and launches that depend on them: the version that is running, 0 where the reference runs alone;
-    // and whether the launch is checked, not timed.
+    // For references and launches that depend on them: the number of the running version (0: the reference alone), and
+    // whether the launch is checked (otherwise it is timed).
     int running = 0;
     bool checking = false;
 
@@ -51,7 +51,7 @@ class Harness {
         if (stream) cudaStreamDestroy(stream);
     }
 
-    // Parses the command line, finds the device and runs the race of the chosen type. Returns the exit status.
+    // Parses the command line, finds the device, and runs the race of the chosen type. Returns the exit status.
     template <typename Table, typename Race>
     int main(int argc, char **argv, const Table &versions, Race fp32, Race fp16, Race bf16) {
         for (const auto &v : versions) options.versions.push_back({v.number, v.name, v.idea});
@@ -76,15 +76,15 @@ class Harness {
         return finish(exit_status);
     }
 
-    // ---- what race<floatX>() asks for ----
+    // ---- services for race<floatX>() ----
 
     // N ids in 0..V-1 from the source of --tokens, on the device.
     const int *tokens(long long N, int V) {
         return upload_tokens(N, [=] { return make_tokens(options.token_source, N, V, 0, options.seed); });
     }
 
-    // N targets; every ignore_every-th is ignore_index (none, if ignore_every is 0). Of a token file, the id after each
-    // of the first N ids.
+    // N targets; every ignore_every-th is ignore_index (none if ignore_every is 0). From a token file: the id after
+    // each of the first N ids.
     const int *targets(long long N, int V, int ignore_every, int ignore_index) {
         return upload_tokens(N, [=] {
             return make_targets(options.token_source, N, V, ignore_every, ignore_index, options.seed);
@@ -94,7 +94,7 @@ class Harness {
     // The number of different ids in host_tokens.
     long long distinct_tokens() const { return count_distinct(host_tokens); }
 
-    // A device array that holds values[0..count-1]. values: Values, or another type with its operator.
+    // A device array with values[0..count-1]. values: Values, or another type with the same operator.
     template <typename Generator>
     auto input(const Generator &values, long long count) {
         auto *array = memory.allocate<std::decay_t<decltype(values[0])>>((double)count);
@@ -114,19 +114,19 @@ class Harness {
     status_word *status() { return checker.status(); }
 
     // A device array (rows, cols) that the kernel writes. Without initial values the kernel must write all of it; with
-    // them it adds to them or writes a part. A launch that is checked finds poison or the initial values in it, and a
-    // guard zone on either side. The check requires that no poison is left, that the guard zones are untouched, and
-    // that every row is within allowed_ulps of reference(row, r); of an output of more than 2e9 elements, a sample of
-    // rows. used_up: the kernel reads the initial values and overwrites them (an in-place kernel), so that each cold
-    // run needs them again.
+    // initial values it adds to them or writes a part. Before a checked launch the array holds poison or the initial
+    // values, with a guard zone on either side. The check requires that no poison remains, that the guard zones are
+    // unchanged, and that every row is within allowed_ulps of reference(row, r); of an output of more than 2e9
+    // elements, a sample of rows. used_up: the kernel reads the initial values and overwrites them (an in-place
+    // kernel), so that they must be restored before each cold run.
     template <typename floatX, typename Generator = Values<floatX>>
     floatX *output(const char *what, long long rows, long long cols, double allowed_ulps, const Reference &reference,
                    const Generator *initial = nullptr, bool used_up = false) {
         return checker.output<floatX>(what, rows, cols, allowed_ulps, reference, initial, used_up);
     }
 
-    // The kernel's scratch memory. A launch that is checked finds poison in it, and the check requires that the guard
-    // zones are untouched. The first launch finds it as allocated, so that initcheck reports reads of it.
+    // The kernel's scratch memory. Before a checked launch it holds poison, and the check requires that the guard zones
+    // are unchanged. Before the first launch it is as allocated, so that initcheck reports reads of it.
     void *workspace(size_t size) { return checker.workspace(size); }
 
     // Checks and times the chosen versions. launch(launcher, setting, stream) makes one call; the setting is a block
@@ -155,7 +155,7 @@ class Harness {
     }
 
   private:
-    std::unique_ptr<Progress::Stage> preparing;  // until the first version runs
+    std::unique_ptr<Progress::Stage> preparing;  // exists until the first version runs
     cudaDeviceProp device = {};
     DeviceMemory memory;
     Checker checker;
@@ -190,7 +190,7 @@ class Harness {
                memory_text(memory.needed()).c_str(), memory_text((double)free_bytes).c_str());
     }
 
-    // Makes N ids into host_tokens and copies them to the device.
+    // Writes N ids to host_tokens and copies them to the device.
     template <typename Make>
     const int *upload_tokens(long long N, Make make) {
         int *const array = memory.allocate<int>((double)N);
@@ -229,7 +229,7 @@ class Harness {
         report.times(time_version(settings, record, launch));
     }
 
-    // Where a version is run: the block size given; or the usual ones and the version's own; or the sweep's values.
+    // The settings of a version: the block size given; or the usual ones and the version's own; or the sweep's values.
     std::vector<int> settings_of(int own_block_size) const {
         std::vector<int> settings;
         for (size_t i = 0; i < job.sweep.values.size(); i++) settings.push_back((int)i);
@@ -239,8 +239,9 @@ class Harness {
         return {sizes.begin(), sizes.end()};
     }
 
-    // Checks a version at every setting and prints one line. Where the same bits are promised at one block size, each
-    // setting is launched twice; where they are promised in general, the first one is. Returns whether all is right.
+    // Checks a version at every setting and prints one line. If the version promises the same bits at one block size,
+    // each setting is launched twice; if it promises them at every block size, only the first is. Returns whether all
+    // is correct.
     template <typename LaunchOne>
     bool check_version(const std::vector<int> &settings, Reproducible reproducible, LaunchOne launch,
                        double *max_error) {

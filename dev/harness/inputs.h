@@ -9,7 +9,7 @@
 
 namespace bookends {
 
-// Random numbers, made from the seed by counter: number i is the same on host and device, and in any order. Each stream
+// Counter-based random numbers from the seed: number i is the same on host and device, in any order of use. Each stream
 // has its own numbers.
 struct Random {
     uint64_t key;
@@ -18,7 +18,7 @@ struct Random {
     double uniform(long long i) const { return (double)(bits(i) >> 11) * 0x1p-53; }  // [0, 1)
 };
 
-// An array that is computed, not stored: uniform in [-1, 1), in steps of 2^-23, then rounded to floatX.
+// An array whose values are computed, not stored: uniform in [-1, 1), in steps of 2^-23, then rounded to floatX.
 template <typename floatX>
 struct Values {
     Random random;
@@ -34,7 +34,7 @@ __global__ void fill_values_kernel(floatX *out, Generator values, long long coun
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) out[i] = values[i];
 }
 
-// Blocks of 256 threads for a loop over `count` elements with the grid's stride.
+// The number of blocks of 256 threads for a grid-stride loop over `count` elements.
 inline unsigned fill_grid(long long count) {
     return (unsigned)std::min(ceil_div(std::max(count, 1LL), 256LL), 65536LL);
 }
@@ -53,15 +53,15 @@ class DeviceMemory {
     DeviceMemory(const DeviceMemory &) = delete;
     ~DeviceMemory() { release(); }
 
-    // An array of `count` elements; null if the memory is exhausted, then and in all later calls. needed() counts them
-    // all the same, so that a refusal can name the total. The count is a double, since a shape may exceed 64 bits.
+    // An array of `count` elements. If the memory is exhausted, it is null, as in all later calls. needed() counts
+    // these arrays too, so that a refusal can name the total. The count is a double, since a shape may exceed 64 bits.
     template <typename T>
     T *allocate(double count) {
         const double size = std::max(count, 1.0) * sizeof(T);
         needed_bytes += size;
         void *memory = nullptr;
         if (failed || size > 0x1p62 || cudaMalloc(&memory, (size_t)size) != cudaSuccess) {
-            cudaGetLastError();  // or the next launch would report this error
+            cudaGetLastError();  // otherwise the next launch would report this error
             failed = true;
             return nullptr;
         }

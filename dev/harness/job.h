@@ -1,4 +1,4 @@
-// What a kernel file tells the harness about its job, beside the options and the arrays.
+// The description of a kernel file's job for the harness, beside the options and the arrays.
 #pragma once
 #include <functional>
 #include <string>
@@ -9,13 +9,13 @@
 
 namespace bookends {
 
-// Each version is run at several settings: block sizes or, where the kernel file chooses its own, the values of an
-// option. A setting is passed on as an int: the block size, or the index of the value.
+// Each version is run at several settings: block sizes; or, if the kernel file chooses its block sizes itself, the
+// values of an option. A setting is an int: the block size, or the index of the value.
 struct Sweep {
     const char *option = nullptr;  // a Text; null: the settings are block sizes
     std::vector<std::string> values;
 
-    // The words for a setting: block_size 256, or memory 25%. in_column: padded, so that lines have it in a column.
+    // The words for a setting, such as block_size 256 or memory 25%. in_column: padded to the width of a column.
     std::string text(int setting, bool in_column = false) const {
         if (!option) return format(in_column ? "block_size %4d" : "block_size %d", setting);
         return format("%-*s", in_column ? width() : 0, (key_of(option) + " " + values[setting]).c_str());
@@ -29,7 +29,7 @@ struct Sweep {
     }
 };
 
-// A number to report beside the times of a version at a setting.
+// A number to report with the times of a version at a setting.
 struct Figure {
     std::string key;  // in JSON
     double value;
@@ -37,17 +37,17 @@ struct Figure {
     std::string column = "";  // heading of its column in the summary; empty: no column
 };
 
-// Functions may be null where the comment does not say otherwise.
+// Functions may be null, unless their comment says otherwise.
 struct Job {
     double bytes = 0, flops = 0;  // the fewest bytes that the job must move, and the operations that it must do
 
-    // Why a version cannot run; empty: it can.
+    // The reason why a version cannot run; empty if it can.
     std::function<std::string(int version)> skip;
-    // Computes what the references share. Called once, after everything that can be refused.
+    // Computes the data that several references use. Called once, after all possible refusals.
     std::function<void()> prepare_references;
     // Tunes a version. Called before its first launch, with one progress step for each value of the sweep.
     std::function<void(int version, cudaStream_t)> tune;
-    // Figures of a version at a setting; of version 0, setting 0. All versions have the same keys.
+    // Figures of a version at a setting; for version 0, setting 0. All versions have the same keys.
     std::function<std::vector<Figure>(int version, int setting)> figures;
 
     Sweep sweep;

@@ -10,8 +10,8 @@
 
 namespace bookends {
 
-// Calls work(from, to) for pieces of 0..count-1, one for each core, and returns the results in order. Throws what a
-// call throws.
+// Divides 0..count-1 into one piece per core, calls work(from, to) for each piece, and returns the results in order.
+// Rethrows an exception of a call.
 template <typename Work>
 auto in_parallel(size_t count, Work work) {
     const size_t pieces = std::max<size_t>(1, std::min<size_t>(count, std::thread::hardware_concurrency()));
@@ -34,7 +34,7 @@ auto in_parallel(size_t count, Work work) {
     return results;
 }
 
-// Calls work(from, to) for pieces of 0..count-1 on all cores, and shows the progress under the name `what`.
+// Divides 0..count-1 into pieces, calls work(from, to) for each piece on all cores, and shows the progress as `what`.
 template <typename Work>
 void in_pieces(const char *what, size_t count, Work work) {
     const Progress::Stage stage(what, (long long)count);

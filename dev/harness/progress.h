@@ -1,12 +1,12 @@
-// Progress of long work: a line on a terminal, and one line in advance for work of more than a minute.
+// Progress of long work: a line on a terminal, and a line before work of more than a minute.
 //
 //     Progress::Stage stage("checking", 14);    // 14 steps; stages nest
 //     for (...) progress.done();                // from any thread: a step of the innermost stage
 //
-// From the third second on, a terminal at stderr shows the stages, the finished share of each, the time so far and the
-// time left. The line is erased when the outermost stage ends. A stage that is estimated to take more than a minute is
-// announced by one line on stderr, which need not be a terminal; so is a stage without a finished step after a minute.
-// Other output goes through aside(), which erases the line first.
+// From the third second on, a terminal at stderr shows the stages, the finished share of each, the elapsed time and the
+// remaining time. The line is erased when the outermost stage ends. If a stage is estimated to take more than a minute,
+// one line on stderr says so, also without a terminal; so does a line after a minute without a finished step. Other
+// output goes through aside(), which erases the line first.
 #pragma once
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -38,7 +38,7 @@ inline std::string duration_text(double seconds) {
 
 class Progress {
   public:
-    // A part of the work, from construction to destruction. steps 0: their number is unknown.
+    // A part of the work, which lasts from construction to destruction. steps 0: the number of steps is unknown.
     class Stage {
       public:
         explicit Stage(const std::string &what, long long steps = 0);
@@ -63,7 +63,7 @@ class Progress {
         if (!stages.empty()) stages.back()->finished += steps;
     }
 
-    // Calls print() while no progress line is on the terminal.
+    // Calls print() while no progress line is shown.
     template <typename Print>
     void aside(Print print) {
         std::lock_guard<std::mutex> lock(mutex);
@@ -71,7 +71,7 @@ class Progress {
         print();
     }
 
-    // Erases the line. No line is drawn after it.
+    // Erases the line. No line is drawn afterwards.
     void stop() {
         {
             std::lock_guard<std::mutex> lock(mutex);
@@ -90,7 +90,7 @@ class Progress {
     std::thread watcher;
     std::vector<Stage *> stages;  // the innermost is last; changed under the mutex, by one thread
     bool stopping = false, drawn = false;
-    enum Announced { kNothing, kMinute, kEstimate } announced = kNothing;  // of the outermost stage
+    enum Announced { kNothing, kMinute, kEstimate } announced = kNothing;  // for the outermost stage
     const bool terminal = isatty(STDERR_FILENO) != 0;
 
     static double now() {
@@ -123,7 +123,7 @@ class Progress {
         }
     }
 
-    // Prints the estimate of a stage once; without an estimate, that a minute has passed.
+    // Prints the estimate of a stage once; or, without an estimate, that a minute has passed.
     void announce(double time) {
         for (const Stage *stage : stages) {
             const double elapsed = time - stage->start, fraction = stage->fraction();

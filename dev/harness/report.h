@@ -13,7 +13,7 @@ namespace bookends {
 // The commit that the binary was built from. The Makefile links a strong definition over this one.
 extern "C" __attribute__((weak)) const char bookends_commit[] = "unknown";
 
-// The result of one version: at one setting if it was timed, else at all of them.
+// The result of one version: at one setting if it was timed, otherwise at all settings.
 struct Record {
     int version;
     const char *name;
@@ -21,10 +21,10 @@ struct Record {
     int setting = 0;
     Times times = {};
     bool best = false, checked = false, right = true;
-    std::string skipped = "";  // why it did not run
+    std::string skipped = "";  // the reason why it did not run
 };
 
-// The unit in which a rate of operations is at least 1, and how many of it are a TFLOP/s.
+// The unit in which a rate of operations is at least 1, and the number of these units in a TFLOP/s.
 struct RateUnit {
     const char *name;
     double per_tflops;
@@ -43,7 +43,7 @@ class Report {
         out = options.json_path == "-" ? stderr : stdout;
     }
 
-    // Prints to the report, which is stderr where standard output is for JSON.
+    // Prints to the report: standard output, or stderr if standard output is for JSON.
     __attribute__((format(printf, 2, 3))) void print(const char *pattern, ...) const {
         va_list arguments;
         va_start(arguments, pattern);
@@ -51,8 +51,8 @@ class Report {
         va_end(arguments);
     }
 
-    // copy: the device's copy rate in GB/s; 0 if it is not measured. With --brief, the device and the options are the
-    // heading of the table.
+    // copy: the device's copy rate in GB/s; 0: not measured. With --brief, the device and the options are the heading
+    // of the table.
     void print_device(double copy) {
         copy_gbps = copy;
         if (options.brief) {
@@ -76,7 +76,7 @@ class Report {
         print_options();
     }
 
-    // Every dimension, and the other options that are not at their defaults.
+    // All dimensions, and the other options that are not at their defaults.
     void print_options() const {
         for (const Dim &d : options.dims) print(" %s=%d", d.name, d.value);
         print(" %s tokens=%s", options.dtype.c_str(), options.token_source.c_str());
@@ -128,8 +128,8 @@ class Report {
         fflush(out);
     }
 
-    // At the end: the table of all versions, each at its best setting (with --brief it is there already), and the
-    // fastest one.
+    // At the end of the run: the table of all versions, each at its best setting (with --brief it is already printed),
+    // and the fastest version.
     void end() const {
         if (!options.brief && (options.version != -1 || !options.do_bench)) return;
         if (!options.brief) {
@@ -152,8 +152,8 @@ class Report {
         if (ON_CPU && !options.brief) print("(times on the CPU device, which say nothing about a GPU)\n");
     }
 
-    // Appends one object, on a line of its own, to the option's file. Each has the same keys; null: not measured;
-    // block_size 0: all of them, or none.
+    // Appends one object, on one line, to the option's file. All objects have the same keys. null: not measured.
+    // block_size 0: all settings, or none.
     void write_json(const Record &r) const {
         if (options.json_path.empty()) return;
         const std::string line = "{" + options_json(r) + times_json(r) + check_json(r) + "}\n";
@@ -173,7 +173,7 @@ class Report {
     double copy_gbps = 0;
     std::vector<Record> summary;
 
-    // Rates of a job that takes so many milliseconds; 0 where there is none.
+    // The job's rates for a time in milliseconds; 0 without a time.
     double gbps(double milliseconds) const { return milliseconds > 0 ? job.bytes / milliseconds * 1e-6 : 0; }
     double pct_of_copy(double milliseconds) const { return copy_gbps > 0 ? 100 * gbps(milliseconds) / copy_gbps : 0; }
     double tflops(double milliseconds) const { return milliseconds > 0 ? job.flops / milliseconds * 1e-9 : 0; }
@@ -207,7 +207,7 @@ class Report {
         print("%s\n", r.best ? "  <- best" : "");
     }
 
-    // One unit for the whole column: that of the first version.
+    // The unit of the whole column: that of the first version.
     RateUnit table_unit() const { return rate_unit(tflops(summary[0].times.median)); }
     int setting_width() const { return std::max(10, job.sweep.width()); }
 
@@ -245,7 +245,7 @@ class Report {
         print("\n");
     }
 
-    // How many times as fast as version 1 a version is; 0 if version 1 has no time.
+    // Version 1's time divided by this version's; 0 if version 1 has no time.
     double gain_over_first(const Record &r) const {
         const Record &first = summary[0];
         return first.version == 1 && first.times.median > 0 ? first.times.median / r.times.median : 0;

@@ -1,4 +1,4 @@
-// Times of launches: cold, hot, and in turns with a baseline; and the device's copy rate.
+// Times of launches: cold, hot, and alternating with a baseline; and the device's copy rate.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -11,22 +11,22 @@
 
 namespace bookends {
 
-// Milliseconds. Cold runs find the L2 overwritten; hot runs follow each other in a graph.
+// Milliseconds. Before each cold run the L2 is overwritten; hot runs follow each other in a graph.
 struct Times {
     double min = 0, median = 0, p90 = 0;  // of the cold runs
     double hot = 0;
     double baseline = 0;  // median of the baseline's cold runs
-    int runs = 0;         // cold ones
+    int runs = 0;         // number of cold runs
 };
 
-// Work that every version is compared with, such as the bare GEMMs of an LM head. Runs in turns with each version,
-// since the clocks drift. The reports show the ratio to it, in place of the bandwidth.
+// Work with which every version is compared, such as the bare GEMMs of an LM head. It alternates with the runs of each
+// version, since the clocks drift. The reports show the ratio to it instead of the bandwidth.
 struct Baseline {
     const char *name = nullptr;  // null: none
     std::function<cudaError_t(cudaStream_t)> launch;
 };
 
-// The value below which a share q of the values lies.
+// The q-quantile of the values: a share q of them lies below it.
 inline double quantile(std::vector<double> values, double q) {
     std::sort(values.begin(), values.end());
     return values[(size_t)(q * (values.size() - 1) + 0.5)];
@@ -40,11 +40,11 @@ class Timer {
   public:
     // Cold runs per measurement; 0: until the median settles.
     int repeat = 0;
-    // Restores what a run uses up. Called before each cold run, outside the time that is measured.
+    // Restores the inputs that a run overwrites. Called before each cold run, outside the measured time.
     std::function<void()> refill;
     const Baseline *baseline = nullptr;  // never null during a measurement
 
-    // Memory to overwrite the L2 with, and for both sides of the copy.
+    // Memory to overwrite the L2, and for both sides of the copy.
     void allocate_scratch(DeviceMemory &memory, const cudaDeviceProp &device) {
         flush_bytes = 4 * (size_t)device.l2CacheSize;
         scratch_bytes = std::max(2 * std::min((size_t)1 << 30, device.totalGlobalMem / 32), flush_bytes);
@@ -61,10 +61,10 @@ class Timer {
         return 2.0 * half / quantile(time_runs(20, true, copy), 0.5) * 1e-6;
     }
 
-    // Measures launches of one kernel at one setting; enqueue() makes a launch. Cold runs go on in batches until the
-    // median settles (within 0.5% of the batch before, at least 20 runs) or the time is up. A warm-up comes first: the
-    // clocks rise in it and, where a GEMM draws the most power that the chip allows, fall again. A kernel that takes
-    // over 20 ms runs a few times only.
+    // Measures launches of one kernel at one setting; enqueue() makes a launch. Cold runs continue in batches until the
+    // median settles (within 0.5% of the previous batch, at least 20 runs) or the time is up. A warm-up precedes them:
+    // the clocks rise and, if a GEMM draws the chip's maximum power, fall again. A kernel that takes over 20 ms runs
+    // only a few times.
     template <typename Enqueue>
     Times measure(Enqueue enqueue) {
         const double budget_seconds = ON_CPU ? 0.05 : 0.4;
@@ -95,8 +95,8 @@ class Timer {
         return times;
     }
 
-    // The number of launches that measure() makes of a kernel that takes over 20 ms: the first, one batch in turns with
-    // the baseline, and two graphs.
+    // The number of launches that measure() makes for a kernel that takes over 20 ms: the first one, one batch that
+    // alternates with the baseline, and two graphs.
     long long fewest_runs() const {
         const int batch = repeat > 0 ? repeat : ON_CPU ? kCpuBatch : 6;
         return 1 + batch * (baseline->name ? 2LL : 1LL) + (ON_CPU ? 2 * kCpuHot : 3);
@@ -109,18 +109,18 @@ class Timer {
     char *scratch = nullptr;
     size_t scratch_bytes = 0, flush_bytes = 0;
 
-    // Overwrites the L2. This leaves dirty lines, as a kernel before this one would: the time of a kernel includes the
-    // way of those lines to DRAM, but not that of its own last lines. Flushing by reads would favour every kernel that
-    // writes. Lines that a kernel marked as evict_last are reset first, so that they are overwritten too.
+    // Overwrites the L2. This leaves dirty lines, as a previous kernel would: a kernel's time includes the write-back
+    // of those lines to DRAM, but not that of its own last lines. Flushing by reads would favour every kernel that
+    // writes. Lines that a kernel has marked evict_last are reset first, so that they are overwritten too.
     void flush() {
         if (!scratch) return;
         cuda_check(cudaStreamSynchronize(stream));
-        if (cudaCtxResetPersistingL2Cache() != cudaSuccess) cudaGetLastError();  // a device without such lines
+        if (cudaCtxResetPersistingL2Cache() != cudaSuccess) cudaGetLastError();  // the device has no such lines
         cuda_check(cudaMemsetAsync(scratch, 0, flush_bytes, stream));
     }
 
-    // Milliseconds of `runs` launches, each between two events. The flush, or in hot runs the launch before, hides the
-    // time that it takes to issue a launch.
+    // Milliseconds of `runs` launches, each between two events. The flush, or the previous launch in hot runs, hides
+    // the time to issue a launch.
     template <typename Enqueue>
     std::vector<double> time_runs(int runs, bool cold, Enqueue enqueue) {
         std::vector<cudaEvent_t> events(2 * runs);
@@ -146,7 +146,7 @@ class Timer {
         return milliseconds;
     }
 
-    // Cold runs, each followed by a run of the baseline, whose times are appended to baseline_times.
+    // Cold runs, each followed by a run of the baseline. The baseline's times are appended to baseline_times.
     template <typename Enqueue>
     std::vector<double> time_in_turns(int runs, std::vector<double> &baseline_times, Enqueue enqueue) {
         if (!baseline->name) return time_runs(runs, true, enqueue);
@@ -158,7 +158,7 @@ class Timer {
         return milliseconds;
     }
 
-    // Milliseconds of one launch in a graph of launches, which is replayed. Nothing is restored in between. estimate:
+    // Milliseconds per launch in a graph of launches, which is replayed. Nothing is restored between them. estimate:
     // milliseconds of a cold launch.
     template <typename Enqueue>
     double time_hot(Enqueue enqueue, double estimate) {
@@ -170,7 +170,7 @@ class Timer {
         cuda_check(cudaStreamEndCapture(stream, &graph));
         cuda_check(cudaGraphInstantiate(&executable, graph, 0));
         auto replay = [&] {
-            progress.done(launches - 1);  // time_runs() counts one
+            progress.done(launches - 1);  // time_runs() counts one launch
             return cudaGraphLaunch(executable, stream);
         };
         time_runs(1, false, replay);

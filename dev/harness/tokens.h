@@ -39,7 +39,7 @@ inline std::vector<int> zipf_tokens(long long N, int V, uint64_t seed) {
     return ids;
 }
 
-// Nine positions of ten hold the same id, the others zipf ids.
+// Nine of ten positions hold the same id, the others zipf ids.
 inline std::vector<int> padded_tokens(long long N, int V, uint64_t seed) {
     const Random padding(1003, seed);
     std::vector<int> ids = zipf_tokens(N, V, seed);
@@ -54,7 +54,7 @@ inline std::vector<int> padded_tokens(long long N, int V, uint64_t seed) {
 // 1 (GPT-2), uint32 after magic 20240801 version 7 (Llama 3).
 class TokenFile {
   public:
-    // Opens a file and reads its header. Refuses a file whose size does not agree with the count in the header.
+    // Opens a file and reads its header. Refuses a file whose size contradicts the count in the header.
     explicit TokenFile(const std::string &name) : path(name) {
         struct stat status = {};
         if (stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode)) file = fopen(path.c_str(), "rb");
@@ -133,9 +133,9 @@ class TokenFile {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// both
+// from either source
 
-// N ids in 0..V-1 from a source of the option --tokens. Of a file, ids begin..begin+N-1.
+// N ids in 0..V-1 from a source of the option --tokens. From a file: ids begin..begin+N-1.
 inline std::vector<int> make_tokens(const std::string &source, long long N, int V, int begin, uint64_t seed) {
     if (source == "uniform") return uniform_tokens(N, V, seed);
     if (source == "zipf") return zipf_tokens(N, V, seed);
@@ -149,8 +149,8 @@ inline std::vector<int> make_tokens(const std::string &source, long long N, int 
     return TokenFile(source).read(N, V, begin);
 }
 
-// The same as targets: of a file, the id after each of the first N ids. Every ignore_every-th target is ignore_index;
-// none, if ignore_every is 0.
+// The same as targets: from a file, the id after each of the first N ids. Every ignore_every-th target is ignore_index;
+// none if ignore_every is 0.
 inline std::vector<int> make_targets(const std::string &source, long long N, int V, int ignore_every, int ignore_index,
                                      uint64_t seed) {
     std::vector<int> ids = make_tokens(source, N, V, 1, seed);

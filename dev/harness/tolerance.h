@@ -1,5 +1,5 @@
-// The error bounds that the checks allow: one model for all kernel files. A bound holds for float arithmetic in any
-// order of additions, before the last rounding to the type of the output.
+// The error bounds of the checks: one model for all kernel files. A bound holds for float arithmetic in any order of
+// additions, before the last rounding to the type of the output.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -18,8 +18,8 @@ constexpr double kFloatRounding = 0x1p-24;
 // encoder_forward rounds a sum of two numbers to float, and then to its type: 1 ulp of the latter.
 constexpr double kEncoderForwardUlps = 1;
 
-// encoder_backward: the error of a sum of `count` rows, relative to the sum of the sizes of its terms. A float sum has
-// the error of 8 roundings; a sum that is rounded to gradX at each addition has that of one rounding for each row.
+// encoder_backward: the error of a sum of `count` rows, relative to the sum of the magnitudes of its terms. A float sum
+// has the error of 8 roundings; a sum that is rounded to gradX at each addition has one rounding for each row.
 template <typename gradX>
 double sum_tolerance(int count, bool rounds_each_addition) {
     const double float_sum = 8 * kFloatRounding, each = ldexp(1.0, -1 - FloatFormat<gradX>::mantissa);
@@ -30,8 +30,8 @@ double sum_tolerance(int count, bool rounds_each_addition) {
 // GEMMs
 
 // The absolute error of a sum of `count` products. norm: the square root of the sum of their squares; total: the sum of
-// their sizes. A sum in order has one rounding, of either sign, for each term; tensor cores have two truncations for
-// each 16 terms, each as large as a rounding.
+// their magnitudes. A sum in order has one rounding, of either sign, for each term. Tensor cores have two truncations
+// for each 16 terms, each as large as a rounding.
 inline double product_tolerance(double count, double norm, double total) {
     return kFloatRounding * (count / 8 + 8 * sqrt(count) + 16) * std::min(4 * norm, total);
 }
@@ -42,8 +42,8 @@ inline double tf32_tolerance(double norm) { return 8 * 0x1p-10 * norm; }
 // ---------------------------------------------------------------------------------------------------------------------
 // softmax and cross-entropy
 
-// The errors of a row's z (its scaled logits) before the softmax, such as those of a GEMM: the largest, and the errors
-// of lse and of the mean of z that follow from them. By default all are 0.
+// The errors of a row's z (its scaled logits) before the softmax, for instance those of a GEMM: the largest error, and
+// the errors of lse and of the mean of z that result. By default all are 0.
 struct LogitErrors {
     double lse = 0, mean = 0, largest = 0;
 
@@ -57,7 +57,7 @@ struct LogitErrors {
         if (exceed_1()) lse = largest;
     }
 
-    // An error of z above 1 changes a probability by a factor of e: then any probability is allowed.
+    // An error of z above 1 changes a probability by more than a factor of e: then any probability is allowed.
     bool exceed_1() const { return largest > 1; }
 };
 

@@ -11,7 +11,7 @@
 
 namespace bookends {
 
-// The shape, the indices and the options that all operations share.
+// The shape, the indices and the options, which all operations have.
 struct UpdateProblem {
     int C, V;
     long long stride, rows_updated;
