@@ -10,7 +10,7 @@ inline int check_index_type(const Call &call, bk_index_type index_type) {
     return call.fail(BK_ERROR_DTYPE, "there is no index_type %d", index_type);
 }
 
-// Sets the members of `bags` from the options, or refuses them. idx, count and bags are set before.
+// Sets the members of `bags` from the options, or refuses the options. idx, count and bags must be set before.
 inline int read_bag_options(const Call &call, Bags *bags, const bk_bag_options &options) {
     if (options.mode < BK_BAG_SUM || options.mode > BK_BAG_MAX) {
         return call.fail(BK_ERROR_OPTIONS, "there is no mode %d", options.mode);

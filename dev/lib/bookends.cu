@@ -1,4 +1,4 @@
-// The part of the C library that all families share: the version, errors and their words.
+// The common part of the C library: its version, and errors with their messages.
 #include "internal.h"
 
 #include <cstdarg>

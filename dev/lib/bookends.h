@@ -2,27 +2,26 @@
  *
  * Memory. Pointers to tensors are device memory (on the CPU device: any memory). Tensors are row-major and need only
  * the alignment of their elements; offsets are 64-bit. A workspace is device memory that a function uses while it runs.
- * It begins at a multiple of 256 bytes, as memory from cudaMalloc does (on the CPU device: aligned_alloc). Its contents
- * do not matter, before or after.
+ * It begins at a multiple of 256 bytes, as memory from cudaMalloc does (on the CPU device: aligned_alloc). It may hold
+ * anything before and after a call.
  *
- * Calls. A function launches kernels on `stream` (a cudaStream_t; null: the default stream) and returns. It allocates,
- * prints and synchronises nothing, so a call can be captured in a CUDA graph. The functions that create, tune and
- * destroy the LM head's plans differ, as they say. Several host threads may call at once. On the CPU device the results
- * are complete when the call returns.
+ * Calls. A function launches kernels on `stream` (a cudaStream_t; null: the default stream) and returns. It does not
+ * allocate, print or synchronise, so that a CUDA graph can capture a call. The exceptions are the functions that
+ * create, tune and destroy the LM head's plans; their comments say so. Several host threads may call at once. On the
+ * CPU device the results are complete when the call returns.
  *
- * Errors. A function returns BK_OK or an error. A refused call launches nothing. bk_error_string() names the kind of an
- * error; bk_last_message() names the argument.
- * The caller's pending CUDA error, which cudaGetLastError() returns, stays pending and is not returned. An error that a
- * function returns is not left pending, unless it has replaced another one. The current device stays the same. No
- * attribute of a kernel is lowered.
+ * Errors. A function returns BK_OK or an error. A refused call launches nothing. bk_error_string() describes the kind
+ * of error; bk_last_message() names the argument. The caller's pending CUDA error, the one that cudaGetLastError()
+ * returns, stays pending and is not returned. An error that a function returns is not left pending, unless it has
+ * replaced another one. The current device does not change. No attribute of a kernel is lowered.
  *
- * Versions. `version` is the number of a kernel version, as the programs' --list shows them. 0 is the default:
- * deterministic, best over the measured shapes.
+ * Versions. `version` is the number of a kernel version, as in the list that the programs print with --list. 0 is the
+ * default version: deterministic, best over the measured shapes.
  *
- * The status word is one int64_t in device memory, for token ids and targets out of range. Its owner sets it to -1
- * once: cudaMemset(status, 0xff, 8). A function that meets a bad id lowers the word, read as an unsigned number, to the
- * id's position if that is smaller. So the word holds -1, or the first bad position of all calls so far. A null pointer
- * turns this off.
+ * The status word is one int64_t in device memory, for token ids and targets out of range. The caller sets it to -1
+ * once: cudaMemset(status, 0xff, 8). A function that finds a bad id lowers the word, read as an unsigned number, to the
+ * id's position if that is smaller. So the word is -1, or the first bad position of all calls so far. If the pointer is
+ * null, nothing is reported.
  */
 #ifndef BOOKENDS_H
 #define BOOKENDS_H
@@ -35,10 +34,10 @@ extern "C" {
 #endif
 
 /* The version of this header: 10000 * major + 100 * minor + patch. Before 1.0 a minor version may change functions;
- * CHANGELOG.md names every change. */
+ * CHANGELOG.md lists every change. */
 #define BK_VERSION 200
 
-/* The BK_VERSION that the library was built from. */
+/* The BK_VERSION from which the library was built. */
 int bk_version(void);
 
 typedef enum { BK_FP32 = 0, BK_FP16 = 1, BK_BF16 = 2 } bk_dtype;
@@ -48,45 +47,47 @@ typedef struct CUstream_st *bk_stream;
 
 enum {
     BK_OK = 0,
-    BK_ERROR_NULL = 1,        /* a pointer is null that may not be, and there is work to do */
+    BK_ERROR_NULL = 1,        /* a pointer is null that must not be, and there is work to do */
     BK_ERROR_SHAPE = 2,       /* a size is negative or larger than the function allows, or P is less than V */
-    BK_ERROR_DTYPE = 3,       /* there is no such bk_dtype, or two do not go together */
+    BK_ERROR_DTYPE = 3,       /* there is no such bk_dtype, or the types cannot be combined */
     BK_ERROR_VERSION = 4,     /* there is no such version */
-    BK_ERROR_UNSUPPORTED = 5, /* the version cannot do what was asked */
+    BK_ERROR_UNSUPPORTED = 5, /* this version does not support the request */
     BK_ERROR_FLAGS = 6,       /* there is no such flag */
     BK_ERROR_OPTIONS = 7,     /* an option is not finite or outside its range */
-    BK_ERROR_MEMORY = 8,      /* a budget for scratch memory is too small */
+    BK_ERROR_MEMORY = 8,      /* the budget for scratch memory is too small */
     BK_ERROR_NOT_NULL = 9,    /* a pointer is not null that must be */
     BK_ERROR_ALIGNMENT = 10,  /* a workspace does not begin at a multiple of 256 bytes */
-    BK_ERROR_TUNING = 11,     /* a blob of tuning results is damaged, or of another plan, device or cuBLASLt */
+    BK_ERROR_TUNING = 11,     /* a blob of tuning results is damaged, or is for another plan, device or cuBLASLt */
     BK_ERROR_CUDA = 1000      /* 1000 + a cudaError_t */
 };
 
-/* What an error means. Never null; not to be freed. */
+/* The meaning of an error. Never null; must not be freed. */
 const char *bk_error_string(int error);
 
-/* The last error of the calling thread in words: the function, the argument, its value, and what cuBLASLt or CUDA said.
- * Successful calls leave it as it is; "" before the first error. Never null; not to be freed; valid until the thread's
- * next call. */
+/* The last error of the calling thread in words: the function, the argument, its value, and the message of cuBLASLt or
+ * CUDA. Successful calls do not change it; "" before the first error. Never null; must not be freed; valid until the
+ * thread's next call. */
 const char *bk_last_message(void);
 
 /* Token + position embedding:  out[b,t,:] = wte[inp[b,t],:] + wpe[t,:]
  *
- *   out      (B, T, C) of dtype; written; must not overlap the inputs
+ *   out      (B, T, C) of dtype; overwritten; must not overlap the inputs
  *   inp      (B, T) token ids in 0..V-1
  *   wte      (V, C) of dtype; may be null if V is 0
- *   wpe      (T, C) of dtype; null: out[b,t,:] = wte[inp[b,t],:], for models whose positions are rotary
+ *   wpe      (T, C) of dtype; null: out[b,t,:] = wte[inp[b,t],:], for models with rotary positions
  *   status   the status word, or null. The row of an id outside 0..V-1 becomes NaN, and the word is lowered to its
- *            position, an index into inp. Memory outside the tables is not touched.
+ *            position, an index into inp. Memory outside the tables is not accessed.
  *
- * The sum is formed in float and rounded once to dtype. B, T or C of 0: nothing to do, BK_OK. With V of 0 every id is
+ * The sum is computed in float and rounded once to dtype. B, T or C of 0: nothing to do, BK_OK. With V of 0 every id is
  * bad. */
 int bk_encoder_forward(void *out, const int32_t *inp, const void *wte, const void *wpe, int64_t *status, int B, int T,
                        int C, int V, bk_dtype dtype, int version, bk_stream stream);
 
-/* Flags of outputs. Without a flag, gradients of weights are added to and everything else is written. */
+/* Flags of outputs. Without a flag, gradients of weights are added to the output, and all other outputs are
+ * overwritten. */
 enum {
-    BK_OVERWRITE = 1,  /* bk_encoder_backward: sums are written; rows that no id asks for become zero */
+    BK_OVERWRITE = 1,  /* bk_encoder_backward and bk_embedding_bag_backward: sums are written, not added; rows without
+                          positions become zero */
     BK_STOCHASTIC = 2, /* bk_encoder_backward, bk_embedding_update (accumulate) and bk_embedding_optimizer: 16-bit
                           results are rounded up or down at random, right on average */
     BK_ADD_LOSSES = 4, /* bk_classifier_options.flags: losses are added to, for gradient accumulation */
@@ -95,34 +96,35 @@ enum {
 
 /* Bytes of workspace that bk_encoder_backward needs with that version. 0 for versions 1 to 3, for no positions, and for
  * shapes that bk_encoder_backward refuses. Version 4: 8 bytes for each position and for each id of the vocabulary.
- * Versions 5 on: about 50 bytes for each position, 4*C for each 32 positions, and a bit for each id. */
+ * From version 5 on: about 50 bytes for each position, 4*C for each 32 positions, and a bit for each id. */
 size_t bk_encoder_backward_workspace_bytes(int B, int T, int C, int V, int version);
 
 /* Gradient of the token + position embedding:
  *   dwte[inp[b,t],:] += dout[b,t,:]      dwpe[t,:] += sum over b of dout[b,t,:]
  *
- *   dwte       (V, C) of grad_dtype; added to, or written with BK_OVERWRITE; null: not wanted
+ *   dwte       (V, C) of grad_dtype; added to, or overwritten with BK_OVERWRITE; null: not computed
  *   dwpe       (T, C) of grad_dtype; the same
  *   dout       (B, T, C) of dtype
  *   inp        (B, T) token ids in 0..V-1
  *   status     the status word, or null. An id outside 0..V-1 adds nothing to either gradient, and lowers the word to
  *              its position, an index into inp.
- *   workspace  of bk_encoder_backward_workspace_bytes(); may be null where that is 0. (Other addresses than multiples
- *              of 256 do too.)
+ *   workspace  of bk_encoder_backward_workspace_bytes(); may be null if that is 0. (It need not begin at a multiple of
+ *              256 bytes.)
  *   B, T       at most 2^31-1 positions together, else BK_ERROR_SHAPE
  *   grad_dtype dtype, or BK_FP32
  *   flags      BK_OVERWRITE, BK_STOCHASTIC, both or 0
- *   seed       of BK_STOCHASTIC: the same seed and sums give the same bits
+ *   seed       for BK_STOCHASTIC: the same seed and sums give the same bits
  *
  * Versions 5, 6 and 7 were 4, 5 and 6 in 0.1.0; version 4 is new in 0.2.0.
  *
- * Versions 4 on give the same bits each time: sums are float, in an order that depends on the ids alone, and a 16-bit
- * result is rounded once, from the old value plus the sum. BK_STOCHASTIC rounds to one of the two neighbours, with the
- * probability of the distance to the other, in steps of 2^-16 (so a float far below fp16's smallest number still has
- * one chance in 65,536 of becoming that). Exact results stay. Results beyond half an ulp over the largest number are
- * infinite. fp32 gradients are not affected. Versions 1 to 3 round at every addition; they refuse BK_STOCHASTIC with
- * 16-bit gradients (BK_ERROR_UNSUPPORTED). The arrays must not overlap. Nothing to add (B or T of 0, or no good id):
- * BK_OVERWRITE still zeroes. Both gradients null: nothing is done, and no id is looked at. */
+ * From version 4 on, the bits are the same each time: sums are float, in an order that depends on the ids alone, and a
+ * 16-bit result is rounded once, from the old value plus the sum. BK_STOCHASTIC rounds to one of the two neighbours.
+ * The probability of each is proportional to the distance to the other, in steps of 2^-16 (so a float far below fp16's
+ * smallest number still becomes that number with probability 1/65536). Exact results stay. Results beyond half an ulp
+ * over the largest number are infinite. fp32 gradients are not affected. Versions 1 to 3 round at every addition; they
+ * refuse BK_STOCHASTIC with 16-bit gradients (BK_ERROR_UNSUPPORTED). The arrays must not overlap. If there is nothing
+ * to add (B or T of 0, or no good id), BK_OVERWRITE still zeroes. If both gradients are null, nothing is done and no id
+ * is checked. */
 int bk_encoder_backward(void *dwte, void *dwpe, const void *dout, const int32_t *inp, int64_t *status, void *workspace,
                         int B, int T, int C, int V, bk_dtype dtype, bk_dtype grad_dtype, int flags, uint64_t seed,
                         int version, bk_stream stream);
@@ -337,16 +339,16 @@ int bk_embedding_optimizer(void *table, float *first, float *second, const void 
                            bk_index_type index_type, int version, bk_stream stream);
 
 /* Options of the classifier and of the LM head. Start from BK_CLASSIFIER_OPTIONS, the defaults, and set fields by name.
- * A null pointer to options means the defaults. Later versions use the reserved fields; 0 there is the present
- * behaviour. */
+ * A null pointer to options means the defaults. Later versions may use the reserved fields, where 0 will mean the
+ * present behaviour. */
 typedef struct {
-    float dloss;           /* the gradient of each row's loss: 1/N for that of their mean */
+    float dloss;           /* the gradient of each row's loss; 1/N for the mean of the losses */
     float logit_scale;     /* a factor of the logits */
-    float softcap;         /* logits are squeezed between -softcap and softcap; 0: they are not */
-    float label_smoothing; /* from 0 to 1: the share of a target that goes to the whole vocabulary */
+    float softcap;         /* logits are limited to -softcap..softcap by a tanh; 0: no softcap */
+    float label_smoothing; /* from 0 to 1: the share of a target that is spread over the whole vocabulary */
     float z_loss;          /* the factor of lse^2 in the loss */
-    int32_t ignore_index;  /* rows with this target have loss 0 and gradient 0; it may be any number */
-    const float *divisor;  /* a float in device memory that gradients are divided by; 0 there: they are 0; null: 1 */
+    int32_t ignore_index;  /* rows with this target have loss 0 and gradient 0; any number is allowed */
+    const float *divisor;  /* a float in device memory that divides the gradients (if it is 0, they are 0); null: 1 */
     int32_t flags;         /* BK_ADD_LOSSES, or 0 */
     int32_t reserved[7];   /* 0, else BK_ERROR_OPTIONS */
 } bk_classifier_options;
@@ -361,166 +363,167 @@ typedef struct {
  *   dlogits_j = d * logit_scale * (1 - (z_j/softcap)^2) * ((1 + 2*z_loss*lse) * p_j - (1-eps)*[j=t] - eps/V)
  * (without a softcap the factor with it is 1).
  *
- *   dlogits  (N, P) of dtype; written; may be logits itself, which is overwritten then; null: not wanted
- *   losses   (N) float; written, or added to with BK_ADD_LOSSES; not multiplied by d; null: not wanted
- *   lse      (N) float; written; null: not wanted
- *   probs    (N, P) of dtype, the p_j; written; null: not wanted
- *   correct  (N) int32; written: 1 where the largest logit (of equal ones the first) is the target's, else 0; null: not
- *            wanted
+ *   dlogits  (N, P) of dtype; overwritten; may be logits itself, which is then overwritten; null: not computed
+ *   losses   (N) float; overwritten, or added to with BK_ADD_LOSSES; not multiplied by d; null: not computed
+ *   lse      (N) float; overwritten; null: not computed
+ *   probs    (N, P) of dtype, the p_j; overwritten; null: not computed
+ *   correct  (N) int32; overwritten: 1 if the largest logit (the first among equals) is the target's, otherwise 0;
+ *            null: not computed
  *   logits   (N, P) of dtype; columns V to P-1 are not read, and become 0 in dlogits and in probs
  *   targets  (N) int32, in 0..V-1, or options->ignore_index
  *   dlosses  (N) float, factors of the rows' gradients; null: 1
- *   status   the status word, or null. Another target lowers it to its row. The row's loss and its V columns of dlogits
- *            become NaN, and correct 0.
- *   P        V at least, else BK_ERROR_SHAPE
+ *   status   the status word, or null. Any other target lowers it to its row; the row's loss and its V columns of
+ *            dlogits become NaN, and correct 0.
+ *   P        at least V, else BK_ERROR_SHAPE
  *   options  read before this returns (the divisor: when the kernel runs); null: the defaults
  *
- * A row with ignore_index has loss 0, correct 0 and dlogits 0, whatever it holds; it is read only if lse or probs are
- * wanted, which are as for any row. A logit of -inf has probability 0. In a row that holds a NaN, +inf or nothing but
- * -inf, lse, loss, probs and dlogits are NaN; with a softcap infinities are +-softcap instead. Where one is NaN, none
- * is the largest. dlogits and probs are formed in float and rounded once to dtype. The arrays must not overlap, save
- * that dlogits may be logits. The same inputs give the same bits each time, for the same outputs. A softcap leaves z
- * exact to about softcap * 1e-7. The label smoothing term of a loss, the mean of max_i z_i - z_j over the vocabulary,
- * is within 1e-6 of itself for all finite logits, masked ones at the type's lowest number included; a loss is infinite
- * only if it is beyond float's range. N of 0: nothing to do, BK_OK. With V of 0 every target but ignore_index is bad,
- * and lse NaN. Source: the online softmax of Milakov and Gimelshein, 2018; classifier_fused.cu says more. */
+ * A row with ignore_index has loss 0, correct 0 and dlogits 0, whatever it holds. Its lse and probs are as for any row;
+ * if neither is wanted, the row is not read. A logit of -inf has probability 0. If a row holds a NaN or +inf, or only
+ * -inf, its lse, loss, probs and dlogits are NaN; with a softcap, infinities become +-softcap instead. If a logit is
+ * NaN, correct is 0. dlogits and probs are computed in float and rounded once to dtype. The arrays must not overlap,
+ * except that dlogits may be logits. The same inputs give the same bits each time, for the same outputs. With a
+ * softcap, z is exact to about softcap * 1e-7. The label smoothing term of a loss, the mean of max_i z_i - z_j over the
+ * vocabulary, has a relative error of at most 1e-6 for all finite logits, also with masked ones at the type's lowest
+ * number; a loss is infinite only if it is beyond float's range. N of 0: nothing to do, BK_OK. With V of 0 every target
+ * but ignore_index is bad, and lse is NaN. Source: the online softmax of Milakov and Gimelshein, 2018; see
+ * classifier_fused.cu. */
 int bk_classifier_fused(void *dlogits, float *losses, float *lse, void *probs, int32_t *correct, const void *logits,
                         const int32_t *targets, const float *dlosses, int64_t *status, int N, int V, int P,
                         const bk_classifier_options *options, bk_dtype dtype, int version, bk_stream stream);
 
-/* Totals over the rows that are not ignored, for a mean without the host: adds the number of these rows to *rows, and
- * the sum of all N losses to *total.
+/* Totals over the rows that are not ignored, to compute a mean without the host: adds the number of these rows to
+ * *rows, and the sum of all N losses to *total.
  *
- *   rows     one float in device memory; added to; exact up to 2^24; null: not wanted
- *   total    one float in device memory; added to, rounded once a call; null: not wanted
+ *   rows     one float in device memory; added to; exact up to 2^24; null: not computed
+ *   total    one float in device memory; added to, rounded once per call; null: not computed
  *   targets  (N) int32; may be null without rows
  *   losses   (N) float; may be null without total
  *
- * Set both to 0, call this with the targets of each micro-batch, and `rows` is the divisor of all their gradients. Call
- * it with the losses once they are written, and *total / *rows is their mean. A target outside the vocabulary counts as
- * a row, and its loss is NaN. The same inputs give the same bits each time. */
+ * Set both to 0 and call this with the targets of each micro-batch: `rows` is then the divisor of all their gradients.
+ * Call it again with the losses when they are written: *total / *rows is their mean. A target outside the vocabulary
+ * counts as a row, and its loss is NaN. The same inputs give the same bits each time. */
 int bk_classifier_totals(float *rows, float *total, const int32_t *targets, const float *losses, int N,
                          int32_t ignore_index, bk_stream stream);
 
-/* x[i] *= *factor: for gradients that were computed before the gradient of the loss was known, as bk_lm_head_run does.
+/* x[i] *= *factor: for gradients computed before the gradient of the loss was known, such as those of bk_lm_head_run.
  *
- *   x        (count) of dtype; products are formed in float and rounded once
- *   factor   one float in device memory. Where it is 1, the kernel reads nothing else, and x keeps its bits
+ *   x        (count) of dtype; products are computed in float and rounded once
+ *   factor   one float in device memory. If it is 1, the kernel does not access x
  *   count    0 or more, else BK_ERROR_SHAPE */
 int bk_scale(void *x, const float *factor, int64_t count, bk_dtype dtype, bk_stream stream);
 
-/* The LM head: from hidden states X and weights W to losses and every gradient, without holding the logits x whole:
+/* The LM head: from hidden states X and weights W to losses and all gradients; the logits x need not be stored whole:
  *   x = X W^T (+ bias), rounded to dtype      losses, lse and dlogits of x as above      dlogits is rounded to dtype
  *   dX = dlogits W      dW += dlogits^T X      dbias += the sum of dlogits over the rows
- * A plan does it. It is made once for a shape and run any number of times, by one thread at a time. */
+ * A plan is made once for a shape, and can be run any number of times, by one thread at a time. */
 typedef struct bk_lm_head bk_lm_head;
 
-/* What a plan is for: the gradients that are wanted (none: forward only), and what there is beside X and W. */
+/* The purpose of a plan: the gradients to compute (none: forward only), and the inputs beside X and W. */
 enum {
     BK_LM_HEAD_DX = 1,
     BK_LM_HEAD_DW = 2,
-    BK_LM_HEAD_DBIAS = 4, /* the gradient of a bias, whether there is one or it is 0 */
+    BK_LM_HEAD_DBIAS = 4, /* the gradient of a bias, also if the bias itself is 0 and not given */
     BK_LM_HEAD_BIAS = 8,  /* the logits have a bias */
-    BK_LM_HEAD_TF32 = 16, /* the products of BK_FP32 round their inputs to TF32; of no effect on other types */
-    BK_LM_HEAD_FINITE = 32 /* rows of X that are ignored hold finite numbers: saves dW a copy of X */
+    BK_LM_HEAD_TF32 = 16, /* products of BK_FP32 round their inputs to TF32; no effect on other types */
+    BK_LM_HEAD_FINITE = 32 /* ignored rows of X hold finite numbers, so that dW needs no copy of X */
 };
 
-/* Makes a plan. It asks cuBLASLt for algorithms, and takes host memory and a cuBLASLt handle, so it cannot be captured
- * in a CUDA graph.
+/* Makes a plan. Queries cuBLASLt for algorithms, and allocates host memory and a cuBLASLt handle, so a CUDA graph
+ * cannot capture it.
  *
  *   plan        receives the plan; null in case of an error
  *   N, C, V     rows, channels and vocabulary; 0 is allowed
- *   flags       of those above
- *   options     of the runs that bring none; null: the defaults
- *   memory      bytes of workspace at most; 0: `share` says it. Versions 1 and 2 hold all logits and some MiB for
- *               cuBLASLt. A 16-bit dW needs its sums in float: for all of dW where rows are cut into blocks or nothing
- *               is cut, for a tile where the vocabulary is cut
- *   share       of all logits (N * P of dtype; P is V rounded up to a multiple of 8, from 4096 on of 128), for instance
- *               0.1; or the least that makes sense, if that is more: 128 rows, or tiles of 128 columns. 0: a quarter
+ *   flags       BK_LM_HEAD_... flags
+ *   options     for runs without options of their own; null: the defaults
+ *   memory      most bytes of workspace; 0: use `share`. Versions 1 and 2 hold all logits and some MiB for cuBLASLt. A
+ *               16-bit dW needs float sums: of all of dW if the logits are divided into blocks of rows or not at all,
+ *               of one tile if the vocabulary is divided
+ *   share       most workspace, as a share of all logits (N * P of dtype; P is V rounded up to a multiple of 8, from
+ *               4096 on of 128), for instance 0.1. If a practical plan (blocks of 128 rows, tiles of 128 columns) needs
+ *               more, the plan uses the least amount for that. 0: a quarter
  *   grad_dtype  of dW and dbias: dtype, or BK_FP32
- *   version     version 5 is version 4 where its own GEMM cannot run (lm_head.cu names its requirements)
- *   least       null, or receives on BK_ERROR_MEMORY the bytes that suffice, else 0
+ *   version     if the GEMM of version 5 cannot run, version 5 is version 4 (lm_head.cu lists the requirements)
+ *   least       null, or receives the bytes that suffice with BK_ERROR_MEMORY, otherwise 0
  *
- * Errors: BK_ERROR_SHAPE, BK_ERROR_DTYPE, BK_ERROR_FLAGS, BK_ERROR_OPTIONS (also for a share that is not a number from
- * 0 on, or given beside memory), BK_ERROR_VERSION, BK_ERROR_MEMORY, or BK_ERROR_CUDA and more if the device or cuBLASLt
- * refuses: bk_last_message() has cuBLASLt's words. */
+ * Errors: BK_ERROR_SHAPE, BK_ERROR_DTYPE, BK_ERROR_FLAGS, BK_ERROR_OPTIONS (also for a share that is negative, not a
+ * number, or combined with memory), BK_ERROR_VERSION, BK_ERROR_MEMORY, or BK_ERROR_CUDA and more if the device or
+ * cuBLASLt refuses: bk_last_message() then has cuBLASLt's message. */
 int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int flags, const bk_classifier_options *options,
                       size_t memory, double share, bk_dtype dtype, bk_dtype grad_dtype, int version, size_t *least);
 
-/* Null is allowed. No call may be using the plan; a CUDA graph that holds one of its runs may outlive it. */
+/* plan may be null. No call may be using the plan. A CUDA graph with one of its runs may outlive it. */
 void bk_lm_head_destroy(bk_lm_head *plan);
 
-/* Bytes of workspace that the plan's runs need; within its budget. */
+/* Bytes of workspace that the plan's runs need, at most its budget. */
 size_t bk_lm_head_workspace_bytes(const bk_lm_head *plan);
 
-/* How a plan does it. Later versions add fields at the end. */
+/* The description of a plan. Later versions add fields at the end. */
 typedef struct {
-    const char *way;     /* "textbook", "rows", "vocabulary" or "epilogue"; not to be freed */
+    const char *way;     /* "textbook", "rows", "vocabulary" or "epilogue"; must not be freed */
     int32_t version;     /* 1 or more */
     int32_t rows;        /* of a block */
     int32_t columns;     /* of a tile */
-    int32_t buffers;     /* of rows x columns logits; 0: no logits are stored */
-    double share;        /* bytes, of what all logits take */
-    size_t bytes;        /* of the workspace; its parts are rounded up to multiples of 256: */
+    int32_t buffers;     /* number of buffers of rows x columns logits; 0: no logits are stored */
+    double share;        /* bytes, as a share of the bytes of all logits */
+    size_t bytes;        /* of the workspace. Its parts, rounded up to multiples of 256: */
     size_t logits_bytes; /* all buffers */
-    size_t statistics_bytes; /* of the rows; in the way "epilogue" other parts use the same memory later */
+    size_t statistics_bytes; /* of the rows; with the way "epilogue", other parts use the same memory later */
     size_t probs_bytes;  /* of version 1 */
     size_t X_bytes;      /* a copy of X in which ignored rows are 0 */
     size_t dX_bytes;     /* sums in float */
     size_t dW_bytes;     /* sums in float */
-    size_t dbias_bytes;  /* sums in float, of slices too */
+    size_t dbias_bytes;  /* sums in float, also of slices */
     size_t gemm_bytes;   /* cuBLASLt's scratch */
 } bk_lm_head_description;
 
-/* Writes the first `size` bytes of the plan's description (sizeof *description), so that a program built with an older
- * header receives the fields of that header. */
+/* Writes the first `size` bytes of the plan's description. Pass sizeof *description, so that a program built with an
+ * older header receives the fields of that header. */
 int bk_lm_head_describe(const bk_lm_head *plan, bk_lm_head_description *description, size_t size);
 
-/* Tries the algorithms that cuBLASLt proposes for the plan's products, and keeps the fastest; an untuned plan takes
- * what cuBLASLt proposes first. Pointers, their alignment and workspace are as for the runs. This function waits for
- * the stream. dX, dW and the workspace hold anything afterwards: call it before the first run, and zero dW (or fill it
- * with what is added to) in between. */
+/* Times the algorithms that cuBLASLt proposes for the plan's products, and keeps the fastest. A plan that is not tuned
+ * uses cuBLASLt's first proposal. Pointers, their alignment and workspace are as for the runs. This function waits for
+ * the stream, and leaves arbitrary values in dX, dW and the workspace: call it before the first run, and afterwards
+ * zero dW (or write the values to which the run adds). */
 int bk_lm_head_tune(bk_lm_head *plan, void *dX, void *dW, const void *X, const void *W, const void *bias,
                     void *workspace, bk_stream stream);
 
-/* Tuning results as a blob of bytes in host memory, so that a restarted program need not tune. A plan restores a blob
- * of a plan that is the same in everything, options aside, on the same model of GPU with the same version of cuBLASLt.
- * Any other blob, or a damaged one, is refused with BK_ERROR_TUNING and changes nothing.
+/* Tuning results as a blob of bytes in host memory, so that a restarted program need not tune again. A plan can restore
+ * the blob of a plan that is equal in everything but its options, on the same model of GPU with the same version of
+ * cuBLASLt. Any other blob, or a damaged one, is refused with BK_ERROR_TUNING and changes nothing.
  *
- * bk_lm_head_tuning_bytes: the size of the blob; bk_lm_head_save_tuning writes it (`bytes` less than that:
- * BK_ERROR_SHAPE). */
+ * bk_lm_head_tuning_bytes: the size of the blob. bk_lm_head_save_tuning writes it; if `bytes` is less than its size, it
+ * returns BK_ERROR_SHAPE. */
 size_t bk_lm_head_tuning_bytes(const bk_lm_head *plan);
 int bk_lm_head_save_tuning(const bk_lm_head *plan, void *blob, size_t bytes);
 int bk_lm_head_restore_tuning(bk_lm_head *plan, const void *blob, size_t bytes);
 
 /* Runs the plan.
  *
- *   dX         (N, C) of dtype; written
+ *   dX         (N, C) of dtype; overwritten
  *   dW         (V, C) of grad_dtype; added to; may be the embedding's gradient, to which bk_encoder_backward adds its
  *              part (tied weights)
  *   dbias      (V) of grad_dtype; added to
- *   losses     (N) float; written, or added to with BK_ADD_LOSSES; null: not wanted
- *   lse        (N) float; written; null: not wanted
+ *   losses     (N) float; overwritten, or added to with BK_ADD_LOSSES; null: not computed
+ *   lse        (N) float; overwritten; null: not computed
  *   X          (N, C) of dtype
  *   W          (V, C) of dtype; may be the embedding's table
  *   bias       (V) of dtype
  *   targets    (N) int32, in 0..V-1, or options->ignore_index
  *   dlosses    (N) float, factors of the rows' gradients; null: 1
  *   status     the status word, or null; as for bk_classifier_fused
- *   options    of this run; read before this returns (the divisor: when kernels run); null: the plan's. What the plan
- *              was chosen by must stay, else BK_ERROR_OPTIONS: whether there is a softcap, and the sign of logit_scale
+ *   options    of this run; read before this returns (the divisor: when kernels run); null: the plan's. They must agree
+ *              with the plan's in having a softcap or not and in the sign of logit_scale, else BK_ERROR_OPTIONS
  *   workspace  of bk_lm_head_workspace_bytes(), at a multiple of 256 bytes, else BK_ERROR_ALIGNMENT
  *
- * dX, dW, dbias and bias must be there if the plan has them (else BK_ERROR_NULL), and null if not (else
- * BK_ERROR_NOT_NULL); where C or V of 0 leaves one no elements, either will do. The arrays must not overlap. Rows with
- * ignore_index have loss 0, and no part in any gradient, whatever X holds there (without BK_LM_HEAD_FINITE). A bad
- * target makes the loss and the row of dX NaN, and all of dW and dbias, whose sums it is a term of. Gradients are sums
- * in float of dlogits as rounded to dtype, rounded once; a 16-bit dW or dbias is the old value plus the sum over all
- * rows, rounded once. The same plan gives the same bits each time. Two runs of one plan must not be under way at the
- * same time. N of 0: nothing to do, BK_OK. With V of 0 dX is 0; with C of 0 the logits are the
- * bias or 0.
- * Sources: blocks of rows are Liger Kernel's, statistics before gradients Cut Cross-Entropy's (Wijmans et al. 2024);
- * lm_head.cu says more. */
+ * dX, dW, dbias and bias must not be null if the plan has them (else BK_ERROR_NULL), and must be null otherwise (else
+ * BK_ERROR_NOT_NULL); an array without elements (C or V of 0) may be either. The arrays must not overlap. Rows with
+ * ignore_index have loss 0 and contribute to no gradient, whatever X holds there (without BK_LM_HEAD_FINITE). A bad
+ * target makes the loss and the row of dX NaN, and all of dW and dbias, since the row is a term of their sums.
+ * Gradients are float sums of dlogits (rounded to dtype), rounded once; a 16-bit dW or dbias is the old value plus the
+ * sum over all rows, rounded once. The same plan gives the same bits each time. Two runs of one plan must not be in
+ * progress at the same time. N of 0: nothing to do, BK_OK. With V of 0, dX is 0. With C of 0, the logits are the bias
+ * or 0. Sources: blocks of rows, Liger Kernel; statistics before gradients, Cut Cross-Entropy (Wijmans et al. 2024).
+ * See lm_head.cu. */
 int bk_lm_head_run(const bk_lm_head *plan, void *dX, void *dW, void *dbias, float *losses, float *lse, const void *X,
                    const void *W, const void *bias, const int32_t *targets, const float *dlosses, int64_t *status,
                    const bk_classifier_options *options, void *workspace, bk_stream stream);

@@ -1,9 +1,9 @@
-// Shared by the objects of the classifier and of the LM head. Include behind classifier_fused.cu.
+// For the objects of the classifier and of the LM head. Must be included after classifier_fused.cu.
 #pragma once
 #include "internal.h"
 
-// Declares (linkage: extern template) or defines (template) the launcher that the LM head calls. It is compiled into
-// the classifier's object alone, so that the library has the classifier's kernels once.
+// Declares (linkage: extern template) or defines (linkage: template) the launcher that the LM head calls. Only the
+// classifier's object compiles it, so that the library contains the classifier's kernels once.
 #define BOOKENDS_CLASSIFIER(linkage, floatX)                                                                           \
     linkage cudaError_t bookends::classifier_fused5<floatX>(floatX *, float *, float *, floatX *, int *,               \
                                                             const floatX *, const int *, const float *, status_word *, \

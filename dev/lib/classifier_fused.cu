@@ -1,4 +1,4 @@
-// bk_classifier_...: argument checks, and from a bk_dtype and a version number to a launcher.
+// bk_classifier_...: argument checks, and the choice of a launcher by bk_dtype and version number.
 #define BOOKENDS_NO_MAIN
 #include "../../classifier_fused.cu"
 
@@ -6,7 +6,7 @@
 
 using namespace bookends;
 
-// The LM head's object calls these.
+// The launchers that the LM head's object calls.
 BOOKENDS_CLASSIFIER(template, float);
 BOOKENDS_CLASSIFIER(template, half);
 BOOKENDS_CLASSIFIER(template, __nv_bfloat16);

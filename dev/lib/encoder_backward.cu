@@ -1,4 +1,4 @@
-// bk_encoder_backward: argument checks, and from bk_dtypes and a version number to a launcher.
+// bk_encoder_backward: argument checks, and the choice of a launcher by bk_dtypes and version number.
 #define BOOKENDS_NO_MAIN
 #include "../../encoder_backward.cu"
 

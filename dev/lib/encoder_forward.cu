@@ -1,4 +1,4 @@
-// bk_encoder_forward: argument checks, and from a bk_dtype and a version number to a launcher.
+// bk_encoder_forward: argument checks, and the choice of a launcher by bk_dtype and version number.
 #define BOOKENDS_NO_MAIN
 #include "../../encoder_forward.cu"
 

@@ -1,4 +1,4 @@
-// Shared by the library's objects, of which each kernel family has one; no part of the API.
+// For the library's objects, one for each kernel family. Not part of the API.
 #pragma once
 #include "../../common.h"
 #include "bookends.h"
@@ -7,8 +7,8 @@
 
 namespace bookends {
 
-// The library's function that is being called. Its members put an error into words for bk_last_message() and return it;
-// those that check something return BK_OK if it holds.
+// The library function that is being called. Members that return an error also store its message for bk_last_message();
+// members that check something return BK_OK if it holds.
 struct Call {
     const char *function;
 
@@ -28,7 +28,7 @@ struct Call {
     int aligned(const void *workspace) const;
     int no_version(int number) const { return fail(BK_ERROR_VERSION, "there is no version %d", number); }
 
-    // run() with a value of that type, which only names it.
+    // Calls run() with a value of the bk_dtype's type. The value only names the type.
     template <typename Run>
     int with_type(bk_dtype dtype, Run run) const {
         switch (dtype) {

@@ -1,4 +1,4 @@
-// bk_lm_head_...: argument checks, and from bk_dtypes and a version number to a plan and its launcher.
+// bk_lm_head_...: argument checks, and the choice of a plan and its launcher by bk_dtypes and version number.
 #define BOOKENDS_NO_MAIN
 #include "../../lm_head.cu"
 
@@ -21,8 +21,8 @@ extern "C" void bk_lm_head_destroy(bk_lm_head *plan) {
     delete plan;
 }
 
-// Makes a plan of at most `memory` bytes; 0: a share of the logits, or the least that makes sense. least: null, or
-// receives the bytes that suffice if these do not.
+// Makes a plan of at most `memory` bytes; 0: of a share of the logits, or of the least amount for a practical plan.
+// least: null, or receives the bytes that suffice if these do not.
 static int make_plan(const Call &call, LmHead &head, LmHeadProblem problem, const ClassifierOptions &options,
                      size_t memory, double share, size_t *least) {
     const double of_logits = (share > 0 ? share : 0.25) * lm_head_logits_bytes(problem);
@@ -66,7 +66,7 @@ extern "C" int bk_lm_head_create(bk_lm_head **plan, int N, int C, int V, int fla
     problem.V = V;
     problem.type = types[dtype];
     problem.gradient_type = types[grad_dtype];
-    problem.dX = (flags & BK_LM_HEAD_DX) && C > 0;  // what has no elements is in no plan
+    problem.dX = (flags & BK_LM_HEAD_DX) && C > 0;  // arrays without elements are in no plan
     problem.dW = (flags & BK_LM_HEAD_DW) && C > 0 && V > 0;
     problem.dbias = (flags & BK_LM_HEAD_DBIAS) && V > 0;
     problem.bias = (flags & BK_LM_HEAD_BIAS) && V > 0;
@@ -107,7 +107,7 @@ extern "C" int bk_lm_head_describe(const bk_lm_head *plan, bk_lm_head_descriptio
     d.share = all > 0 ? p.bytes / all : 0;
     d.bytes = p.bytes;
     d.statistics_bytes = p.statistics_bytes;
-    d.logits_bytes = p.probs - p.logits;  // a part ends where the next one begins
+    d.logits_bytes = p.probs - p.logits;  // a part ends at the beginning of the next one
     d.probs_bytes = p.X - p.probs;
     d.X_bytes = p.dX - p.X;
     d.dX_bytes = p.dW - p.dX;
@@ -118,7 +118,7 @@ extern "C" int bk_lm_head_describe(const bk_lm_head *plan, bk_lm_head_descriptio
     return BK_OK;
 }
 
-// A blob of tuning results: what they are for, then the algorithm of each product, then a checksum of both.
+// A blob of tuning results: what they were measured for, the algorithm of each product, and a checksum of both.
 struct TuningHeader {
     char magic[8];
     uint64_t cublas, multiprocessors, compute_capability, bytes, gemm_bytes;
@@ -127,7 +127,7 @@ struct TuningHeader {
 };
 struct TuningProduct {
     int32_t kind, rows, columns, aligned;
-    cublasLtMatmulAlgo_t algorithm;  // the same version of cuBLASLt takes it again, as its documentation says
+    cublasLtMatmulAlgo_t algorithm;  // the same version of cuBLASLt accepts it again, as its documentation says
 };
 
 static uint64_t checksum(const void *bytes, size_t count) {
@@ -214,7 +214,7 @@ extern "C" int bk_lm_head_restore_tuning(bk_lm_head *plan, const void *blob, siz
     uint64_t sum;
     memcpy(&sum, (const char *)blob + bytes - sizeof(sum), sizeof(sum));
     if (sum != checksum(blob, bytes - sizeof(sum))) return call.fail(BK_ERROR_TUNING, "the blob is damaged");
-    // Only an algorithm that cuBLASLt proposed for this plan is ever run. All are found before one is chosen.
+    // Only an algorithm that cuBLASLt has proposed for this plan is ever run. All are found before one is chosen.
     std::vector<LmHeadGemm> &gemms = plan->head.gemms;
     std::vector<size_t> chosen;
     for (const LmHeadGemm &g : gemms) {
@@ -235,15 +235,15 @@ extern "C" int bk_lm_head_restore_tuning(bk_lm_head *plan, const void *blob, siz
     return BK_OK;
 }
 
-// BK_OK if a pointer is there or not, as the plan says.
+// BK_OK if the pointer is null, or is not, as the plan requires.
 static int as_planned(const Call &call, const char *name, const void *pointer, bool wanted) {
     if ((pointer != nullptr) == wanted) return BK_OK;
     return wanted ? call.fail(BK_ERROR_NULL, "%s is null, and the plan has it", name)
                   : call.fail(BK_ERROR_NOT_NULL, "%s must be null: the plan has none", name);
 }
 
-// run(the plan's pointers in their types), if they are as the plan says. Arrays that have no elements may be null, as
-// torch's are, or not: for the plan they are.
+// Calls run() with the plan's pointers in their types if they are as the plan requires. Arrays without elements may be
+// null, as torch's are, or not null.
 template <typename Run>
 static int with_plan(const Call &call, const bk_lm_head *plan, LmHeadArguments<void, void> a, bool tuning, Run run) {
     if (!plan) return call.not_null({{"plan", plan}});
@@ -285,7 +285,7 @@ static int with_plan(const Call &call, const bk_lm_head *plan, LmHeadArguments<v
                                                          a.workspace,
                                                          a.options};
             const cudaError_t ran = run(args);
-            const char *const what = plan->head.what;  // why a product is missing
+            const char *const what = plan->head.what;  // the reason why a product is missing
             if (ran != cudaErrorNotSupported || what[0] == 0) return call.from_cuda(ran);
             return call.fail(BK_ERROR_CUDA + (int)ran, "%s", what);
         };

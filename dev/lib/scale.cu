@@ -5,7 +5,7 @@
 
 using namespace bookends;
 
-// x[i] *= *factor. Each thread loads and stores `width` elements at a time; the last count % width elements are taken
+// x[i] *= *factor. Each thread loads and stores `width` elements at a time; the last count % width elements are handled
 // one by one.
 template <typename floatX, int width>
 static __global__ void __launch_bounds__(256) scale_kernel(floatX *x, const float *factor, long long count) {
