@@ -126,7 +126,7 @@ def sweep_values(text):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what is run
+# runs
 
 
 class Case(typing.NamedTuple):
@@ -144,7 +144,7 @@ def program(options, kernel):
 
 
 def ask(command):
-    """The output of a program that measures nothing."""
+    """The output of a program's run without measurements."""
     try:
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
     except OSError as error:
@@ -240,7 +240,7 @@ def run(command, progress):
 
 
 class Result:
-    """A version at a shape: the record of the best block size of each process, and why it failed or did not run."""
+    """A version at a shape: the record of the best block size of each process, and the reason of a failure or skip."""
 
     def __init__(self, number, name):
         self.number, self.name = number, name
@@ -258,7 +258,7 @@ class Result:
         return self.records[self.times().index(self.time())]
 
     def add(self, status, records, errors):
-        """Takes over what a process left: its exit status, records and stderr."""
+        """Adds the results of a process: its exit status, records and stderr."""
         for record in records:
             self.shape = self.shape or (record["device"], results.shape(record))
             if record["skipped"]:
@@ -276,7 +276,7 @@ class Result:
 
 
 class Measurement:
-    """All cases and what has been measured of them."""
+    """All cases and their measurements."""
 
     def __init__(self, options, cases):
         self.options = options
@@ -284,7 +284,7 @@ class Measurement:
         self.file = None
 
     def run(self, finished):
-        """Runs each version of each case, and all of them again with --repeat-runs. Calls finished(case) in the end."""
+        """Runs each version of each case, several times with --repeat-runs. Calls finished(case) after its last run."""
         runs = self.options.repeat_runs
         progress = Progress(runs * sum(map(len, self.results.values())))
         try:
@@ -387,7 +387,7 @@ def row_of(result, first, before, repeated):
 
 
 def print_case(printer, case, rows, repeated):
-    """The table of a kernel at a shape, and below it why versions failed or were skipped."""
+    """The table of a kernel at a shape, and below it the reasons why versions failed or were skipped."""
     measured = [result for result in rows if result.time() is not None]
     shapes = [result.shape for result in rows if result.shape]
     device, shape = shapes[0] if shapes else ("an unknown device", " ".join(case.arguments))
@@ -477,7 +477,7 @@ def typical_range(groups):
 
 
 def compare(printer, measurement, old):
-    """Prints what has become faster or slower. Returns the number of slower versions."""
+    """Prints the versions that are faster or slower now. Returns the number of slower ones."""
     new = group(record for result in measurement.all_results() if result.time() for record in result.records)
     common = [key for key in new if key in old]
     typical = typical_range([*old.values(), *new.values()])

@@ -19,7 +19,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-# The names, and the file of each.
+# The families, with the file of each.
 FAMILIES = {"encoder_forward": "encoder_forward.cu", "encoder_backward": "encoder_backward.cu",
             "embedding_lookup": "embedding_lookup.cu", "embedding_bag": "embedding_lookup.cu",
             "embedding_bag_backward": "embedding_lookup_backward.cu",
@@ -136,8 +136,8 @@ def read(path, seen, includes):
 
 
 def split(body):
-    """The text of a namespace, cut behind each top-level declaration. The lines that head a section are dropped; a
-    comment with an empty line below it is a piece of its own."""
+    """The text of a namespace, divided after each top-level declaration. Headings of sections are removed. A comment
+    followed by an empty line is a separate piece."""
     pieces, lines, code, depth, conditional, ended, function = [], [], [], 0, 0, False, False
 
     def cut():
@@ -235,14 +235,14 @@ def extract(family, version, fallback):
     table = "".join(d.text for d in defined.get(family + "_versions", []))
     block_size = re.search(r"\b%s<[^>]*>,\s*(\w+)" % launcher, table).group(1)
     keep([launcher, block_size, *(PLANS if family == "lm_head" else ())])
-    # The size of the workspace, if the launcher lays one out; and the contract of all launchers.
+    # The function for the size of the workspace, if the launcher needs one; and the comment above all launchers.
     laid_out = {name for d in kept for name in d.names if name.startswith("lay_out")}
     keep([n for d in declarations if d.uses & laid_out for n in d.names if n.endswith("_workspace_bytes")])
     for declaration in defined.get(family + "_workspace_bytes", []):
         needed = [d for name in declaration.uses for d in defined.get(name, []) if d is not declaration]
         if all(d in kept for d in needed):
             kept.add(declaration)
-    if family != "lm_head":  # its contract is at LmHeadArguments
+    if family != "lm_head":  # for lm_head, LmHeadArguments has this comment
         before = declarations[:declarations.index(defined[launcher][0])]
         kept.add([d for d in before if d.text.startswith("// Every launcher")][-1])
     return includes, [d for d in declarations if d in kept], block_size

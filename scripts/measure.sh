@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds for the GPU at hand, checks every version in every type, times the shapes that the README shows, and leaves what
-# was measured in DIR (default: dev/results/<the GPU's name>): KERNEL.jsonl, one JSON object a run, as soon as that kernel
-# is done; run.txt, what one run prints; and sweep.txt, what lm_head does with which memory. With SANITIZERS=1 the tools
-# of compute-sanitizer check every version and type first. KERNELS="encoder_backward" measures only that one.
+# Builds for this GPU, checks every version in every type, and times the shapes of the README. Writes the measurements
+# to DIR (default: dev/results/<the GPU's name>): KERNEL.jsonl, one JSON object per run, when that kernel is finished;
+# run.txt, the output of one run; and sweep.txt, lm_head's times by memory. With SANITIZERS=1 the tools of
+# compute-sanitizer first check every version and type. KERNELS="encoder_backward" measures only that kernel.
 # usage: scripts/measure.sh [DIR]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +13,7 @@ dir=${1:-dev/results/$gpu}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# One line a shape: the kernel, then its options.
+# One line per shape: the kernel, then its options.
 shapes='
 encoder_forward -b 8
 encoder_forward -b 8 --tokens zipf
@@ -129,7 +129,7 @@ lm_head -v 50304 --bias --memory 10%
 lm_head -b 4 -v 50304 --dtype fp32 --memory 10%
 lm_head -b 4 -v 50304 --dtype fp32 --tf32 --memory 10%
 '
-# What is checked first, in each type.
+# Shapes to check first, in each type.
 checks='
 encoder_forward -b 8
 encoder_forward -b 5 -t 333 -c 769
@@ -162,7 +162,7 @@ lm_head -b 3 -t 333 -c 129 -v 5003 --bias --memory 2% --softcap 30 --ignore-ever
 lm_head -b 3 -t 333 -c 128 -v 5003 --memory 20% --grad-dtype same --logit-scale -1
 lm_head -b 2 -v 32000 --forward --lse --memory 5%
 '
-# What compute-sanitizer looks at: shapes that it is done with soon; in some, long sums are cut.
+# Shapes for compute-sanitizer: small ones; some have long sums that are divided into pieces.
 sanitized='
 encoder_forward -b 3 -t 17 -c 264 -v 100
 encoder_forward -b 8 -t 5 -c 33 -v 100
@@ -178,8 +178,9 @@ embedding_update -b 3 -t 17 -c 33 -v 20 --op accumulate
 embedding_update -b 3 -t 17 -c 264 -v 100 --op rowwise-adam --weight-decay 0.1
 classifier_fused -b 3 -t 17 -v 1003 -p 1005 --probs --accuracy --label-smoothing 0.1 --ignore-every 4
 '
-# The same where bulk copies bring data and mbarriers say so, which racecheck takes for races, in the plainest ring too;
-# and what copies of tensors write, cuBLASLt's too, initcheck does not see. So these are for the other two tools.
+# The same for kernels with bulk copies, which only memcheck and synccheck check: racecheck reports races where
+# mbarriers signal the end of bulk copies, even in the simplest ring, and initcheck does not see the writes of tensor
+# copies, also in cuBLASLt's kernels.
 bulk='
 classifier_fused -b 1 -t 4 -v 40965 --label-smoothing 0.1 --output other --block-size 256
 classifier_fused -b 1 -t 4 -v 40965 --output none --block-size 256
@@ -187,12 +188,12 @@ classifier_fused -b 1 -t 3 -v 53001 --block-size 256
 lm_head -b 3 -t 17 -c 40 -v 1003 --bias --memory 0.1 --label-smoothing 0.1 --ignore-every 4
 lm_head -b 1 -t 5 -c 33 -v 1003 --memory 1 --grad-dtype same --softcap 30
 '
-each() {  # KERNEL LIST: its lines of that kernel, with a --dtype of each type; fp32 has no stochastic rounding
+each() {  # KERNEL LIST: the list's lines of that kernel, with --dtype of each type; fp32 has no stochastic rounding
     for dtype in fp32 fp16 bf16; do
         sed -En "s/^$1( .*)?$/& --dtype $dtype/p" <<< "$2" | sed '/stochastic.*fp32$/d'
     done
 }
-quietly() {  # COMMAND...: prints what it says only if it fails, and ends the shell then
+quietly() {  # COMMAND...: if it fails, prints its output and ends the shell
     log=$("$@" 2>&1) || { echo "$log"; exit 1; }
 }
 export -f quietly
@@ -210,7 +211,7 @@ for kernel in ${KERNELS:-encoder_forward encoder_backward embedding_lookup embed
     fi
     grep -E "^$kernel( |$)" <<< "$shapes" | while read -r _ options; do
         echo "$kernel $options"
-        if [ $kernel = lm_head ]; then options="$options --repeat 10"; fi  # 40 ms a run, 6 versions and the bare products
+        if [ $kernel = lm_head ]; then options="$options --repeat 10"; fi  # 40 ms per run, for 6 versions and the GEMMs
         ./$kernel all --bench $options --json "$work/$kernel.jsonl" | sed -n '/^version/,$p'
     done
     if [ $kernel = lm_head ]; then ./lm_head --bench --sweep memory > "$work/sweep.txt" && mv "$work/sweep.txt" "$dir"/; fi

@@ -41,7 +41,7 @@ def refuse(message):
 
 
 class Picture(typing.NamedTuple):
-    """A picture before it is drawn: the file's name without its ending, numbers and words, and draw(data) -> Figure."""
+    """A picture to draw: the file's name without its ending, numbers and text, and draw(data) -> Figure."""
     name: str
     data: dict
     draw: typing.Callable
@@ -60,7 +60,7 @@ def footer(records):
 
 
 def middle(records, key):
-    """For each value of key(record): the record with the median time, where several processes measured the same."""
+    """For each value of key(record), the record with the median time, since several processes may have measured it."""
     groups = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)
@@ -86,8 +86,8 @@ def version_label(record):
 
 
 def families(records):
-    """(name, records of one shape) for each family: at its ladder's shape. A kernel of which no ladder was measured is
-    one family, at the first shape of the records."""
+    """(name, records of one shape) for each family, at its ladder's shape. A kernel without measurements at the shapes
+    of its ladders is one family, at the first shape of the records."""
     for kernel in results.KERNELS:
         own = [record for record in records if record["kernel"] == kernel]
         ladders = [ladder for ladder in results.LADDERS if ladder.kernel == kernel]

@@ -41,7 +41,7 @@ OWN_DEFAULTS = {"lm_head": {"grad_dtype": "fp32"}, "embedding_lookup_backward": 
 
 
 def shape(record):
-    """The dimensions, types and other options of a record, those at their defaults left out."""
+    """The dimensions and types of a record, and its other options that are not at their defaults."""
     parts = [f"{key}{record[key]}" for key in "BTCVP" if record[key] is not None]
     parts += [record["dtype"], record["tokens"]]
     for key, default in {**DEFAULTS, **OWN_DEFAULTS.get(record["kernel"], {})}.items():
@@ -58,7 +58,7 @@ def read(path):
 
 
 def best_by_shape(records):
-    """By shape and version number: the record of the best block size."""
+    """The record of the best block size, by shape and version number."""
     best = {}
     for record in records:
         if record.get("best"):

