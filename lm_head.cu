@@ -733,12 +733,12 @@ inline LmHeadProblem lm_head_problem(const Options &o, LmHeadType type, LmHeadTy
     const long long rows = (long long)o.dim('b') * o.dim('t');
     if (rows > INT32_MAX) refuse(EXIT_BAD_INPUT, "B*T: %lld rows are more than %d (-b, -t)", rows, INT32_MAX);
     if (o.flag("--tf32") && type != kFp32) {
-        refuse(EXIT_BAD_INPUT, "--tf32: the products of %s have no use for it; it goes with --dtype fp32",
+        refuse(EXIT_BAD_INPUT, "--tf32: has no effect on %s; it requires --dtype fp32",
                  o.dtype.c_str());
     }
     const std::string gradients = o.choice("--gradients");
     const bool forward = o.flag("--forward");
-    if (forward && gradients != "both") refuse(EXIT_BAD_INPUT, "--gradients: --forward has none");
+    if (forward && gradients != "both") refuse(EXIT_BAD_INPUT, "--gradients: cannot be combined with --forward");
     LmHeadProblem problem;
     problem.N = (int)rows;
     problem.C = o.dim('c');
@@ -762,7 +762,7 @@ inline std::vector<std::string> lm_head_budgets(const Options &o, double logits_
                  memory.c_str());
     }
     if (o.choice("--sweep") == "none") return {memory};
-    if (memory != "25%") refuse(EXIT_BAD_INPUT, "--memory: --sweep memory has budgets of its own");
+    if (memory != "25%") refuse(EXIT_BAD_INPUT, "--memory: cannot be combined with --sweep memory, which sets the budgets");
     return {"100%", "50%", "25%", "10%", "5%", "2%", "1%"};
 }
 
