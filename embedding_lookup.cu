@@ -439,8 +439,8 @@ __global__ void embedding_bag_kernel1(BagArguments<floatX, outX> args) {
 
 // Adds the rows of the indices first..last-1 of a bag, in the columns c to c + width - 1: loads in_flight indices, then
 // their vectors, then adds the vectors in order. The loads are unconditional (see embedding_lookup_kernel4): past the
-// end the last index is loaded again, a bad index reads row 0, and neither is added. Returns whether all indices are
-// good.
+// end the last index is loaded again, a bad index reads the first row of all tables (its own table may be empty), and
+// neither is added. Returns whether all indices are good.
 template <int in_flight, int width, typename floatX, typename outX, typename Result>
 __device__ bool add_bag_rows(Result &result, const BagArguments<floatX, outX> &args,
                              const EmbeddingTable<const floatX> &table, long long first, long long last, unsigned c) {
@@ -465,7 +465,8 @@ __device__ bool add_bag_rows(Result &result, const BagArguments<floatX, outX> &a
                 all_good = false;
                 if (c == 0) report_bad_id(args.status, first + k);
             }
-            values[k] = load_packed<Packed<floatX, width>>(table.data + ((good ? row[k] : 0) * table.stride + c));
+            const floatX *const address = good ? table.data + row[k] * table.stride : args.table.data;
+            values[k] = load_packed<Packed<floatX, width>>(address + c);
         }
 #pragma unroll
         for (int k = 0; k < in_flight; k++) {
@@ -553,7 +554,7 @@ __device__ bool add_bag_rows_shared(Result &result, const BagArguments<floatX, o
                 const long long at = __shfl_sync(whole_warp, offset, begin + k, lanes);
                 weights[k] = args.bags.weights ? __shfl_sync(whole_warp, weight, begin + k, lanes) : 1.0f;
                 used[k] = at >= 0;
-                values[k] = load_packed<Packed<floatX, width>>(table.data + ((used[k] ? at : 0) + c));
+                values[k] = load_packed<Packed<floatX, width>>((used[k] ? table.data + at : args.table.data) + c);
             }
 #pragma unroll
             for (int k = 0; k < in_flight; k++) {
@@ -620,8 +621,7 @@ __global__ void __launch_bounds__(kBagThreads) embedding_bag_kernel5(BagArgument
             const long long piece = ceil_div(bag.end - bag.begin, (long long)teams);
             const long long begin = min(bag.begin + team * piece, bag.end), end = min(begin + piece, bag.end);
             Result result;
-            const bool good =
-                add_bag_rows_shared<kSharedInFlight, width>(result, args, bag.table, begin, end, c);
+            const bool good = add_bag_rows_shared<kSharedInFlight, width>(result, args, bag.table, begin, end, c);
             if (team > 0) parts[thread] = result;
             const bool bad = __syncthreads_or(!good);
             if (team == 0) {

@@ -177,7 +177,7 @@ class Problem:
     """Bags of given lengths over one or several tables; small integers, or values of many magnitudes."""
 
     def __init__(self, seed, lengths, C, rows=50, dtype=BF16, mode=SUM, weighted=False, padding=-1, tables=1, csr=True,
-                 index=np.int32, offset_index=None, exact=True, bad=0, stride=None, offset=0):
+                 index=np.int32, offset_index=None, exact=True, bad=0, stride=None, offset=0, last_is_empty=False):
         rng = np.random.default_rng(seed)
         self.rng, self.dtype, self.mode, self.C, self.exact = rng, dtype, mode, C, exact
         self.lengths = np.asarray(lengths, np.int64)
@@ -185,6 +185,8 @@ class Problem:
         self.begins = np.concatenate([[0], np.cumsum(self.lengths)])
         self.count = int(self.begins[-1])
         sizes = rng.integers(1, rows + 1, tables) if tables > 1 else np.array([rows])
+        if last_is_empty:
+            sizes[-1] = 0
         self.first_rows = np.concatenate([[0], np.cumsum(sizes)])
         self.rows = int(self.first_rows[-1])
         self.table_of = np.arange(self.bags) // max(1, self.bags // tables)
@@ -312,6 +314,7 @@ def test_bag_several_tables(tables, mode, version):
         lengths = np.random.default_rng(tables).integers(0, 9, 5 * tables)
         Problem(tables, lengths, C, mode=mode, tables=tables).check(version)
         Problem(tables, lengths, C, mode=mode, tables=tables, bad=4).check(version)
+        Problem(tables, lengths, C, mode=mode, tables=tables, last_is_empty=True).check(version)
 
 
 @every_bag_version
