@@ -194,7 +194,9 @@ def test_ctrl_c_keeps_what_was_measured(fake, tmp_path):
     build, path = fake(v1=[2.0], v2=[1.0], v3="hang", v4=[1.0]), tmp_path / "out.jsonl"
     path.write_text("an earlier file\n")
     process = subprocess.Popen([*COMMAND, "encoder_forward", "--build", str(build), "--json", str(path)],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True,
+                               # where the tests run in the background, SIGINT is ignored, and children inherit that
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     pid = build / "encoder_forward.pid"
     for _ in range(200):
         if pid.exists() and pid.read_text():
