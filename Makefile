@@ -23,7 +23,7 @@ COMMIT ?= $(or $(shell git describe --always --dirty --abbrev=12 2>/dev/null),un
 WARNINGS := -Wall -Wextra
 
 ifeq ($(DEVICE),cuda)
-  # ARCHS="80 90" builds for these compute capabilities; the default is those that nvidia-smi reports for the GPUs here.
+  # ARCHS="80 90": the compute capabilities of the build. The default: those of the GPUs that nvidia-smi lists.
   # sm_90 is built as sm_90a: the same GPU, with its architecture-specific instructions, which -arch=native excludes.
   SMI := nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null
   FOR := $(or $(ARCHS),$(shell $(SMI) | sed -nE 's/^([89]|[1-9][0-9])\.([0-9])$$/\1\2/p' | sort -u))

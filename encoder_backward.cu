@@ -427,9 +427,8 @@ __device__ void add_pieces(float (&sum)[width], Gradient<gradX> gradient, Piece 
     store_new<stochastic>(gradient, piece.row * C + slice.c, sum, old);
 }
 
-// The division of the grid. Of the blocks of one slice, the first ones compute dwpe; then follow those of the long
-// pieces and those of the short groups. After all slices follow the blocks that zero the rows of dwte without
-// positions.
+// The order of the blocks in the grid: for each slice the blocks of dwpe, of the long pieces and of the short groups.
+// The last blocks of the grid zero the rows of dwte without positions.
 //
 // If a slice of dout is larger than the L2 (Groups::ordered), the blocks of dwpe and of the long pieces alternate in
 // kRanges turns, both in order of the positions, so that rows of frequent ids are still in the L2 for the second read.

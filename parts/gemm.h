@@ -287,8 +287,8 @@ inline cudaError_t gemm_time(float *result, Gemm *gemm, size_t candidate, float 
 // Chooses the fastest candidate: times each candidate (one run, then 0.1 ms of runs), then the best three in turns, a
 // millisecond of runs at a time. Waits for the stream; overwrites d with arbitrary values.
 //
-// (Cluster shapes other than those that cuBLASLt suggests were up to 8% faster here, by themselves, but no run of the
-// LM head became faster: a GEMM that waits for memory runs at a higher clock by itself than between GEMMs that do not.)
+// Tried without gain: cluster shapes other than cuBLASLt's proposals. A single GEMM became up to 8% faster, but no run
+// of the LM head did: a memory-bound GEMM runs at a higher clock alone than between compute-bound GEMMs.
 inline cudaError_t gemm_tune(Gemm *gemm, const GemmOperands &operands, const GemmContext &context) {
     constexpr size_t finalists = 3;
     std::vector<std::pair<float, size_t>> results;  // a candidate's time and its number

@@ -109,9 +109,10 @@ class Timer {
     char *scratch = nullptr;
     size_t scratch_bytes = 0, flush_bytes = 0;
 
-    // Overwrites the L2. This leaves dirty lines, as a previous kernel would: a kernel's time includes the write-back
-    // of those lines to DRAM, but not that of its own last lines. Flushing by reads would favour every kernel that
-    // writes. Lines that a kernel has marked evict_last are reset first, so that they are overwritten too.
+    // Overwrites the L2 by writes, and so leaves dirty lines, as a previous kernel would. The measured time includes
+    // the write-back of these lines to DRAM. It does not include the write-back of the kernel's own last lines. A
+    // flush by reads would leave no dirty lines, and kernels that write would seem faster. Lines that a kernel has
+    // marked evict_last are reset first, so that they are overwritten too.
     void flush() {
         if (!scratch) return;
         cuda_check(cudaStreamSynchronize(stream));

@@ -118,7 +118,7 @@ extern "C" int bk_lm_head_describe(const bk_lm_head *plan, bk_lm_head_descriptio
     return BK_OK;
 }
 
-// A blob of tuning results: what they were measured for, the algorithm of each product, and a checksum of both.
+// A blob of tuning results: the device and the plan to which they apply, the algorithm of each product, and a checksum.
 struct TuningHeader {
     char magic[8];
     uint64_t cublas, multiprocessors, compute_capability, bytes, gemm_bytes;
