@@ -504,15 +504,6 @@ __global__ void __launch_bounds__(kBagThreads)
     store_bag<width>(args, bag, c, result, good);
 }
 
-// The number of lanes of a team for so many vectors of a row, if lanes exchange values by shuffles: a power of two, or
-// a multiple of 32.
-inline int warp_team_lanes(int vectors) {
-    if (vectors > 16) return ceil_div(vectors, 32) * 32;
-    int lanes = 1;
-    while (lanes < vectors) lanes *= 2;
-    return lanes;
-}
-
 // add_bag_rows() by teams whose lanes share the indices: each lane loads and checks one index and computes its row's
 // offset, and the lanes of a team exchange the offsets by shuffles. A team has warp_team_lanes() lanes, in_flight or
 // more. All lanes of the warp call, and all make as many passes as the longest bag of the warp needs: the shuffles of

@@ -885,8 +885,7 @@ cudaError_t embedding_optimizer_teams(const OptimizerArguments<floatX, gradX> &a
     }
     if (!valid_update(args.count, block_size)) return cudaErrorInvalidValue;
     if (args.count == 0 || args.C == 0) return cudaSuccess;
-    unsigned lanes = 1;
-    while (lanes < kWarpSize && lanes * width < (unsigned)args.C) lanes *= 2;
+    const unsigned lanes = std::min(kWarpSize, warp_team_lanes(args.C / width));
     const unsigned teams = std::min(block_size, kOptimizerThreads) / lanes;
     return with_optimizer_kind(args.optimizer.kind, [&](auto kind) {
         constexpr int in_flight = rows > 1 && is_adam(kind()) ? rows / 2 : rows;

@@ -96,6 +96,15 @@ struct TeamGrid {
     }
 };
 
+// The number of lanes of a team for so many vectors of a row, if lanes exchange values by shuffles: a power of two, or
+// a multiple of 32.
+inline int warp_team_lanes(int vectors) {
+    if (vectors > 16) return ceil_div(vectors, 32) * 32;
+    int lanes = 1;
+    while (lanes < vectors) lanes *= 2;
+    return lanes;
+}
+
 // The value in type outX. Within one type all bits are kept, also those of a NaN.
 template <typename outX, typename floatX>
 __device__ outX convert(floatX value) {
